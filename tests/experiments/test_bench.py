@@ -192,10 +192,12 @@ def test_layouts_are_those_that_there_are_devices_for(
 
 def test_growth_says_what_grows(monkeypatch):
     monkeypatch.setattr(bench, "_maker", lambda *_: lambda: lambda: None)
+
     console = Console(width=150)
     with console.capture() as shown:
         for name in bench.GROWTHS:
             bench.show_growth(name, 8, 3, console)
+
     assert "cocodc of smoke: all regions on one device, H 8" in shown.get()
     assert "with 32 layers: 4 regions on 4 devices, H 40" in shown.get()
     assert "diloco of gpt: 4 regions on 4 devices, H 8" in shown.get()

@@ -109,16 +109,20 @@ def child(program):
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 
-def test_an_unbroken_run_that_fails_is_told_with_its_last_line(tmp_path, monkeypatch):
-    for program, message in (
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
         ("import sys; print('much'); sys.exit('error: no room')", "ended with 1: no r"),
         ("print('stopped at step 8')", "ended with 0: stopped at step 8"),
-    ):
-        monkeypatch.setattr(
-            kills.commands, "python_m", lambda _, program=program: child(program)
-        )
-        with pytest.raises(ValueError, match=f"the unbroken run {message}"):
-            kills.unbroken_loss([], tmp_path)
+    ],
+)
+def test_an_unbroken_run_that_fails_is_reported_with_its_last_line(
+    program, message, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(kills.commands, "python_m", lambda _: child(program))
+
+    with pytest.raises(ValueError, match=f"the unbroken run {message}"):
+        kills.unbroken_loss([], tmp_path)
 
 
 def test_what_a_region_refuses_ends_the_run(tmp_path):

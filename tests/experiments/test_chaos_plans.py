@@ -156,12 +156,14 @@ def test_the_plans_that_come_with_the_package_can_be_read(name):
 )
 def test_what_a_plan_decides_is_not_a_flag(words, message, refused, tmp_path):
     (tmp_path / "plan.toml").write_text("faults = {kill = 1}")
+
     chaos_flags = [
         f"--plan={tmp_path}/plan.toml",
         f"--workdir={tmp_path / 'run'}",
         *words,
     ]
     chaos_flags += ["--"] * ("--" not in words)
+
     assert refused(chaos, *chaos_flags, "--preset=smoke").startswith(message)
     assert not (tmp_path / "run").exists()
 
@@ -265,45 +267,53 @@ def test_merges_are_compared_within_a_part(tmp_path):
     assert judgement["steps_done"] == [1] * 4
 
 
-def test_a_report_says_what_did_not_hold():
-    fault = {"kind": "kill", "detail": "", "lasted_s": 1.0, "merged_after_s": 2.0}
-    stop = {"region": 0, "code": 75, "seconds": 1.5}
-    result = {
-        "command": "chaos",
-        "plan": {"via": False, "regions": 2, "seed": 1, "hang_s": 9.0},
-        "planned": 1,
-        "seconds": 5.0,
-        "cores": 2,
-        "hangs": [],
-        "merges_compared": 3,
-        "merges_that_differ": {},
-        "two_lives": [],
-        "returns_from_a_peer": 1,
-        "returns_with_own_work": 0,
-        "steps_done": [4, 3],
-        "last_step": 4,
-        "stops": [stop],
-        "faults": [fault],
-        "ended_by_themselves": [],
-    }
-    result["held"] = judged.is_good(result)
-    page = judged.report(result)
+FAULT = {"kind": "kill", "detail": "", "lasted_s": 1.0, "merged_after_s": 2.0}
+STOP = {"region": 0, "code": 75, "seconds": 1.5}
+RESULT = {
+    "command": "chaos",
+    "plan": {"via": False, "regions": 2, "seed": 1, "hang_s": 9.0},
+    "planned": 1,
+    "seconds": 5.0,
+    "cores": 2,
+    "hangs": [],
+    "merges_compared": 3,
+    "merges_that_differ": {},
+    "two_lives": [],
+    "returns_from_a_peer": 1,
+    "returns_with_own_work": 0,
+    "steps_done": [4, 3],
+    "last_step": 4,
+    "stops": [STOP],
+    "faults": [FAULT],
+    "ended_by_themselves": [],
+}
+
+
+def test_a_report_of_what_held():
+    page = judged.report(RESULT | {"held": judged.is_good(RESULT)})
 
     assert page.startswith("# Chaos: what is promised held\n")
     assert "| kill | 1 | 1.0 to 1.0 | 2.0, 2.0 |" in page
     assert "7 of 8 steps were done (0.875)" in page
 
-    early = result | {"planned": 2, "held": False}
+
+def test_a_report_of_a_plan_that_ended_early_says_so():
+    early = RESULT | {"planned": 2, "held": False}
     assert judged.report(early).startswith("# Chaos: what is promised held until")
 
-    for change in (
-        {"hangs": [fault]},
-        {"two_lives": [fault]},
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hangs": [FAULT]},
+        {"two_lives": [FAULT]},
         {"merges_that_differ": {"(0, 1)": {}}},
         {"planned": 2},
-        {"stops": [{**stop, "code": 137}]},
-    ):
-        assert not judged.is_good(result | change)
+        {"stops": [{**STOP, "code": 137}]},
+    ],
+)
+def test_what_did_not_hold_is_not_good(change):
+    assert not judged.is_good(RESULT | change)
 
 
 def test_a_program_with_a_shifted_clock(tmp_path):

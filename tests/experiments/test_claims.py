@@ -152,12 +152,15 @@ def test_runs_that_cannot_refute_a_claim_leave_it_open(
     results, written, methods, verdict
 ):
     method, baseline = methods
+
     path = written(
         ("minutes = 1", 'minutes = 1\nundecided = "Four rounds."'),
         ('"method=diloco"', f'"method={method}"'),
         ('"method=data_parallel"', f'"method={baseline}"'),
     )
+
     row = table.check(claim.read(path), results)
+
     assert row.verdict == verdict
     assert "Four rounds." in table.page([row])
 
@@ -195,14 +198,19 @@ def test_what_is_simulated_by_hand():
     """A message of 0.32 s after 16 steps of 0.02 s; an all-reduce of 0.32 s a step."""
     network = {"parameters": 1e6, "sync_interval": 16, "step_s": 0.02, "gbps": 0.1}
     of = measures.MEASURES
+
     assert of["utilization"].of(None, **network).mean == pytest.approx(50, rel=0.01)
+
     # Four regions send 3/4 of a message twice, two regions half of it: 0.48 s.
     four = of["utilization"].of(None, **network, num_regions=4)
     assert four.mean == pytest.approx(40, rel=0.01)
+
     opened = of["utilization"].of(None, **network, num_regions=4, setup_s=0.2)
     assert opened.mean == pytest.approx(32, rel=0.01)
+
     hidden = of["utilization"].of(None, **network, num_fragments=4, delay_steps=4)
     assert hidden.mean == pytest.approx(100)
+
     faster = of["faster"].of(None, **network, bits=1).mean
     assert faster == pytest.approx((0.02 + 0.32) / 0.02, rel=0.05)
 

@@ -105,10 +105,13 @@ def test_moments_that_lie_with_the_host_take_no_memory_of_a_tpu():
     target = Target.parse("v5e:1x2", 2)
     small = SMALL | dict(remat="none", optimizer_memory="host")
     config = place(PRESETS["smoke"].replace(**small), target, False)
+
     about, (program,) = Job(config, target, "^inner steps$").run()
+
     # Two moments of every parameter, all in tiles, and the parameters themselves.
     assert program["host_bytes"] > 8 * 16_000
     assert program["host_bytes"] / 2 < program["argument_bytes"] < program["host_bytes"]
+
     lines = report.lines(config, about, [program], report.summarise(about, [program]))
     assert any("of the optimizer's state are in host memory" in line for line in lines)
 
@@ -269,11 +272,13 @@ def test_a_name_of_no_program_is_a_wrong_flag(error, code, monkeypatch, capsys):
 def test_a_compiler_that_dies_is_reported(monkeypatch):
     target = Target.parse("v5e:1x2", 2)
     config = place(PRESETS["smoke"].replace(regions=2, eval_batches=2), target, False)
+
     # No compiler is found where Python sees nothing but itself.
     monkeypatch.setenv("PYTHONPATH", "/no/such")
     monkeypatch.setattr(
         Target, "environment", lambda self: {"JAX_PLATFORMS": "no_such_platform"}
     )
+
     with pytest.raises(CompileError, match="ended with code 1 at 'what comes first'"):
         Job(config, target).run()
 

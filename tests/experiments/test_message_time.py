@@ -1,5 +1,7 @@
 """The study of a sync's time over both kinds of channel."""
 
+import pytest
+
 from experiments import message_time
 
 
@@ -11,14 +13,17 @@ def test_both_channels_are_timed(tmp_path, call):
     assert not list(tmp_path.iterdir())
 
 
-def test_wrong_flags(refused):
-    for words, message in {
-        "--kib=-1": "--kib=-1 must be numbers of at least 1",
-        "--kib=": "--kib= must be numbers of at least 1",
-        "--kib=abc": "--kib=abc must be whole numbers separated by commas",
-        "1024": "unexpected argument '1024'; flags begin with --",
-    }.items():
-        assert refused(message_time, words) == message
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--kib=-1", "--kib=-1 must be numbers of at least 1"),
+        ("--kib=", "--kib= must be numbers of at least 1"),
+        ("--kib=abc", "--kib=abc must be whole numbers separated by commas"),
+        ("1024", "unexpected argument '1024'; flags begin with --"),
+    ],
+)
+def test_a_wrong_flag_is_refused_in_a_line(word, message, refused):
+    assert refused(message_time, word) == message
 
 
 def test_a_folder_that_cannot_be_made(refused, tmp_path):

@@ -117,9 +117,11 @@ def made_up(folder, marks, syncs, sent, steps):
     """The files of a run of two processes."""
     for name in ("run", "run/process_1", "net"):
         (folder / name).mkdir(parents=True)
+
+    timeline = {"marks": marks, "syncs": syncs}
     for name in ("run", "run/process_1"):
-        timeline = {"marks": marks, "syncs": syncs}
         (folder / name / "timeline.json").write_text(json.dumps(timeline))
+
     summary = {"bytes_sent_per_region": sent, "steps": steps}
     (folder / "run" / "summary.json").write_text(json.dumps(summary))
     traffic = {"sent_bytes": [[0, 70], [90, 0]]}
@@ -264,10 +266,12 @@ def test_rows_compare_measured_and_simulated():
 def test_the_tables_say_the_same():
     text = report.markdown(rows(), ALONE, "python -m this")
     assert text.startswith("Without a network: 0.250 s per step, and 500 kB relayed")
+
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {len(report.HEADS) + 1}
     assert "| 100 | diloco | 0.500 | 2.00 | 1.60 | 0.80 | 10.00 | 5.00 | 0.50 |" in text
     assert "| 1.00 kB | 1.50 MB | 0.80 |" in text
+
     assert "Failed: 20, diloco: exit code 1: no room" in text
     assert text.endswith("    python -m this\n")
     assert report.table(rows()).row_count == 3

@@ -47,9 +47,11 @@ def test_paths_of_a_program_have_a_home(name, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/home/me")
     path_flags = flags_of(name, commands.programs()[name], monkeypatch)
     paths = [flag for flag in path_flags if IS_PATH.match(flag.help)]
+
     for flag in paths:
         assert flag.parser.parse("~/x") == AT, flag.name
         assert flag.parser.parse("gs://bucket/~") == "gs://bucket/~"
+
     kinds = {flag.name: getattr(flag.parser, "kind", None) for flag in path_flags}
     known = {name for name, kind in kinds.items() if kind is pathlib.Path}
     assert known == {flag.name for flag in paths}

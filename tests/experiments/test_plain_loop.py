@@ -53,10 +53,12 @@ def test_a_region_that_was_stopped_goes_on_from_its_own_checkpoint(tmp_path):
 
 
 def test_a_region_has_its_own_data_at_every_step():
-    assert plain_loop.batch_of(0, 3).shape == (16, 8)
-    np.testing.assert_array_equal(plain_loop.batch_of(0, 3), plain_loop.batch_of(0, 3))
-    for other in (plain_loop.batch_of(1, 3), plain_loop.batch_of(0, 4)):
-        assert not np.array_equal(plain_loop.batch_of(0, 3), other)
+    batch = plain_loop.batch_of(0, 3)
+
+    assert batch.shape == (16, 8)
+    np.testing.assert_array_equal(plain_loop.batch_of(0, 3), batch)
+    assert not np.array_equal(plain_loop.batch_of(1, 3), batch)
+    assert not np.array_equal(plain_loop.batch_of(0, 4), batch)
 
 
 def test_flags_that_contradict_one_another(tmp_path):

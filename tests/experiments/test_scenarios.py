@@ -86,9 +86,11 @@ def test_a_stragglers_syncs_are_those_that_there_were(tmp_path):
         write(tmp_path, region, ("slow", [1], 130.0))
         text = "".join(json.dumps({"time": 90 + 8 * i}) + "\n" for i in range(9))
         (tmp_path / f"region_{region}" / "syncs.jsonl").write_text(text)
+
     judgement = scenarios.judge("straggler", tmp_path, 2, 100.0, 0.8)
     assert judgement["syncs_to_name"] == {0: 4, 1: 4}
     assert judgement["seconds_to_name"] == {0: 30.0, 1: 30.0}
+
     before = usual(tmp_path)
     assert scenarios.disturbed("straggler", before, 30.0, 60.0) == (before,)
 
@@ -157,5 +159,6 @@ def test_a_real_fault_is_named(tmp_path, scenario):
         "--eval_every=0",
         "--dead_after_s=5",
     ]
+
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -89,10 +89,13 @@ def shown(capsys, *words, code=0, says=()):
     assert status.main(["status", *map(str, words)]) == code
     out, err = capsys.readouterr()
     assert all(word in line for word, line in zip(says, err.splitlines(), strict=True))
+
     _, *lines = out.splitlines()
+
     table, below = (
         [x for x in lines if x.startswith("fault: ") == b] for b in (False, True)
     )
+
     names, *rows = [re.split(r"\s{2,}", line) for line in table]
     return [dict(zip(names, row, strict=True)) for row in rows], below
 
@@ -101,7 +104,9 @@ def test_a_finished_run(tmp_path, capsys):
     records = [train(10), sync(12), train(20), sync(20), EVAL]
     run = make_run(tmp_path / "run", records, saved=20)
     (run / "summary.json").write_text(json.dumps({"steps": 20}))
+
     rows, below = shown(capsys, run)
+
     assert rows == [
         {
             "run": "run",

@@ -309,10 +309,13 @@ def test_columns_and_intervals(halved):
 def test_without_halving_the_best_is_marked(tmp_path):
     of_rows = cells_of(tmp_path)
     assert of_rows[0].columns["tuned"].chosen_here
+
     text = report.Report(of_rows, reference.find(of_rows, None)).markdown("COMMAND")
     assert "| 2.700* |" in text
+
     assert [cell.tried for cell in of_rows] == [3, 3, 0, 0]
     assert of_rows[0].tuning_steps == 3 * 32
+
     assert text.startswith("Loss after 32 steps, nats per token of held-out text, mean")
     assert "mean of 1 seed with its 95 % interval (Student). The reference" in text
     assert "chosen by these very seeds" in text
@@ -401,9 +404,11 @@ def test_a_cell_with_a_diverged_seed_gets_nowhere(tmp_path):
     of_rows = cells_of(tmp_path, seeded([0, 1]))
     of_rows = diverge(tmp_path, of_rows[0].columns["published"].rows[1])
     bad, good = (cell.columns["published"] for cell in of_rows[:2])
-    for pair in ((bad, good), (good, bad)):
-        assert cells.difference(*pair) is None
-        assert cells.steps_to(*pair) is None
+
+    assert cells.difference(bad, good) is None
+    assert cells.difference(good, bad) is None
+    assert cells.steps_to(bad, good) is None
+    assert cells.steps_to(good, bad) is None
     assert cells.difference(good, good).mean == 0
 
 
@@ -585,8 +590,10 @@ def test_data_are_opened_before_the_first_row_trains(
     start = GRID.partition("[groups")[0].replace("batch_per_region = 2", data)
     groups = f'[groups.a]\nmethod = "diloco"\n[groups.b]\nmethod = "diloco"\n{base}\n'
     (tmp_path / "grid.toml").write_text(start + groups)
+
     words = [f"--grid={tmp_path}/grid.toml", f"--workdir={tmp_path}/out"]
     assert message in refused(sweep, *words)
+
     assert not list((tmp_path / "out").iterdir())
     call(sweep, *words, "--list")  # Which opens none.
 

@@ -131,9 +131,11 @@ def test_rows_are_held_against_another_sweep_seed_by_seed(kept, call, tmp_path):
 
 def test_tuned_settings_alone_are_compared_as_tuned(call, tmp_path):
     train(tmp_path, GRID.replace("[base]", 'tuned = ["outer_lr"]\n[base]'))
+
     path = tmp_path / rows.FILE
     text = path.read_text().replace('"published": true', '"published": false')
     path.write_text(text)
+
     call(sweep, "--report", f"--workdir={tmp_path}")
     kept = tmp_path / "cells.json"
     assert json.loads(kept.read_text())["reference"]["column"] == "tuned"
@@ -261,8 +263,10 @@ def test_runs_that_differ_in_anything_have_keys_of_their_own():
 def test_a_row_of_another_default_is_no_row_of_today(changed, tmp_path):
     written = CONFIG.to_json()
     was = {name: {**written[name], **new} for name, new in changed.items()}
+
     # Both have the key that the run has today, of what was not at its default.
     today = {"row": rows.run_key(written), "config": {**written, **was}}
+
     rows.append(tmp_path, today)
     (other,) = rows.read(tmp_path)
     assert other["row"] != today["row"]

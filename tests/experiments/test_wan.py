@@ -287,6 +287,7 @@ def test_success_leaves_nothing(lab, tmp_path):
     before = namespaces()
     assert lab("--regions=3", *python(LINGER))[0] == 0
     assert family(os.getpid()) == {os.getpid()}
+
     for number in range(3):
         pid, namespace = log(tmp_path, number).split()
         assert namespace not in before

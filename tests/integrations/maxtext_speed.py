@@ -64,12 +64,14 @@ class Variant:
     def seconds(self, batches: list) -> float:
         """Train on some batches; return the time until all is computed."""
         start = time.perf_counter()
+
         for batch in batches:
             self.job.step(batch)
             if self.sync is not None:
                 self.job.params, self.state = self.sync.after_step(
                     self.job.params, self.state
                 )
+
         jax.block_until_ready(self.job.params)
         return time.perf_counter() - start
 

@@ -69,6 +69,7 @@ def batch_of(step: int, region: int) -> dict[str, np.ndarray]:
     first = rng.integers(0, VOCABULARY, (REGION_BATCH, 1), np.int32)
     tokens = (first + np.arange(LENGTH, dtype=np.int32)) % VOCABULARY
     mask = np.ones_like(tokens, bool)
+
     return {
         "input_tokens": tokens,
         "input_mask": mask,
