@@ -79,6 +79,7 @@ def _text_of_param(value: Any) -> str:
         return _text_of_value(value)
     if callable(value) and not isinstance(value, type):
         return "function"  # Derivative rules: traced where they are used.
+
     text = str(value)
     assert " at 0x" not in text, f"{type(value)} prints its address: {text}"
     return text

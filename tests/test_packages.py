@@ -51,6 +51,7 @@ def test_dir_shows_the_public_names(name):
 
 def test_the_version_stands_once():
     assert cocodc_jax.__version__ == metadata.version("cocodc_jax")
+
     named = subprocess.run(
         ["git", "grep", "-l", f'"{PROJECT["version"]}"', "--", "*.py", "*.toml"],
         cwd=ROOT,
@@ -58,6 +59,7 @@ def test_the_version_stands_once():
         text=True,
         check=True,
     )
+
     assert named.stdout.split() == ["pyproject.toml"]
 
 

@@ -34,14 +34,23 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
     assert without_tilde("~/runs/a") == "/home/me/runs/a"
     assert without_tilde("~/runs/a@40") == "/home/me/runs/a@40"
     assert without_tilde("~") == "/home/me"
-    for same in ("", "runs/~", "./~", "/a/~/b", "gs://bucket/~", "s3://~/run"):
-        assert without_tilde(same) == same
 
 
-def test_a_home_that_is_not_known_is_refused(no_home, monkeypatch):
-    for path in ("~/runs", "~nobody-here/runs"):
-        with pytest.raises(NoHomeError, match=f"{path} is below .* without ~"):
-            without_tilde(path)
+@pytest.mark.parametrize(
+    "path", ["", "runs/~", "./~", "/a/~/b", "gs://bucket/~", "s3://~/run"]
+)
+def test_a_tilde_elsewhere_stays(path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert without_tilde(path) == path
+
+
+@pytest.mark.parametrize("path", ["~/runs", "~nobody-here/runs"])
+def test_a_home_that_is_not_known_is_refused(path, no_home):
+    with pytest.raises(NoHomeError, match=f"{path} is below .* without ~"):
+        without_tilde(path)
+
+
+def test_an_empty_home_is_refused(no_home, monkeypatch):
     monkeypatch.setenv("HOME", "")  # Else ~/runs would be /runs.
     with pytest.raises(NoHomeError, match="~/runs is below"):
         without_tilde("~/runs")

@@ -79,12 +79,14 @@ WRITTEN_NAMES |= {f"{p.stem}.md" for p in (ROOT / "cocodc_jax/methods").rglob("*
 def test_texts_name_only_files_that_are_here():
     known = known_paths(FILES)
     missing_of = {}
+
     for name, text in TEXTS.items():
         missing = missing_markdown(text, FILES, WRITTEN_NAMES)
         missing += missing_paths(text, known)
         missing += [OUTSIDE] * (OUTSIDE in text)
         if missing:
             missing_of[name] = missing
+
     assert not missing_of, f"texts name what the repository does not have: {missing_of}"
 
 
