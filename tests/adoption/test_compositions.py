@@ -128,5 +128,7 @@ def test_metrics_of_an_nnx_optimizer_and_of_its_state(is_chained):
             np.ravel(cc.sync_metrics(holder)["fragments_in_flight"])[0], 1
         )
 
+
+def test_metrics_of_what_holds_no_sync_are_refused():
     with pytest.raises(ValueError, match="state holds 0 states of synchronized"):
         cc.sync_metrics({"step": 1})

@@ -215,20 +215,29 @@ def test_windows_that_are_all_too_small_are_refused(config, tmp_path):
         next(stream)
 
 
-def test_eval_tokens_are_always_the_same(config, text_folder):
+@pytest.mark.parametrize(
+    ("change", "num_regions", "regions", "num_batches"),
+    [
+        ({}, 4, [3], 3),
+        ({"seed": 9, "partition": "source"}, 3, None, 3),
+        ({"batch_per_region": BATCH // 2}, 1, None, 6),
+    ],
+)
+def test_eval_tokens_are_always_the_same(
+    config, change, num_regions, regions, num_batches
+):
+    tokens = load(config, 2).eval_tokens(3)
+    other = load(dataclasses.replace(config, **change), num_regions, regions=regions)
+
+    same = other.eval_tokens(num_batches).reshape(tokens.shape)
+
+    np.testing.assert_array_equal(same, tokens)
+
+
+def test_eval_tokens_are_of_validation(config):
     tokens = load(config, 2).eval_tokens(3)
     assert tokens.shape == (3, BATCH, LENGTH + 1)
     assert tokens.dtype == np.int32
-
-    others = [
-        load(config, 4, regions=[3]),
-        load(dataclasses.replace(config, seed=9, partition="source"), 3),
-        load(dataclasses.replace(config, batch_per_region=BATCH // 2), 1),
-    ]
-    for other, num_batches in zip(others, (3, 3, 6), strict=True):
-        np.testing.assert_array_equal(
-            other.eval_tokens(num_batches).reshape(tokens.shape), tokens
-        )
 
     validation = [text.encode() for text in open_corpus(config).validation]
     for sequence in tokens.reshape(-1, LENGTH + 1):

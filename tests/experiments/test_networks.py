@@ -24,26 +24,33 @@ LACKS = region.missing()
 needs_lab = pytest.mark.skipif(bool(LACKS), reason=f"no lab: {'; '.join(LACKS)}")
 
 
-def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
+def test_a_network_of_a_bandwidth():
     network = lab_run.network("100", 4)
     assert network.flags == ("--regions=4", "--bandwidth_mbit=100", "--latency_ms=50")
+
     link = network.topology.links[0][1]
     # Packets of a millisecond, 12,500 bytes, of which 52 are headers.
     assert (link.bandwidth_gbps, link.latency_s) == (0.1 * (1 - 52 / 12_500), 0.05)
 
+
+def test_a_network_by_name():
     unequal = lab_run.network("unequal", 4)
     near = unequal.topology.links[0][1]
     far = unequal.topology.links[3][0]
     assert (near.latency_s, far.latency_s) == (0.02, 0.08)
     assert near.bandwidth_gbps == pytest.approx(4 * far.bandwidth_gbps)
 
-    path = tmp_path / "mine.yaml"
-    path.write_text("{regions: [a, b], default: {bandwidth_gbps: 1, latency_ms: 3}}")
-    mine = lab_run.network(str(path), 2)
-    assert (mine.name, mine.flags) == ("mine", (f"--links={path}",))
-
     wide = lab_run.network("wide", 3)
     assert wide.flags == ("--regions=3", "--bandwidth_mbit=10000", "--latency_ms=50")
+
+
+def test_a_network_from_a_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("{regions: [a, b], default: {bandwidth_gbps: 1, latency_ms: 3}}")
+
+    mine = lab_run.network(str(path), 2)
+
+    assert (mine.name, mine.flags) == ("mine", (f"--links={path}",))
 
 
 @pytest.mark.parametrize(

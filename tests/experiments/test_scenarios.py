@@ -51,26 +51,42 @@ def write(tmp_path, region, *findings):
     (folder / "faults.jsonl").write_text(text)
 
 
-def test_what_was_named_is_held_against_the_fault(tmp_path):
+@pytest.fixture
+def cut_off(tmp_path):
+    """The folder of four regions whose last one was cut off, as all have named."""
     for region in range(3):
         write(tmp_path, region, ("gone", [3], 110.0 + region))
-    write(tmp_path, 3, ("gone", [0], 111.0))  # It is the one that was cut off.
-    result = {"exit_code": 0} | scenarios.judge("cut", tmp_path, 4, 100.0, 4.0)
+    write(tmp_path, 3, ("gone", [0], 111.0))
+    return tmp_path
+
+
+def judged(folder, at_s=100.0):
+    return {"exit_code": 0} | scenarios.judge("cut", folder, 4, at_s, 4.0)
+
+
+def test_what_was_named_is_held_against_the_fault(cut_off):
+    result = judged(cut_off)
+
     assert result["seconds_to_name"] == {0: 10.0, 1: 11.0, 2: 12.0}
     assert result["syncs_to_name"] == {0: 2.5, 1: 2.8, 2: 3.0}
     assert scenarios.is_good(result)
 
-    late = {"exit_code": 0} | scenarios.judge("cut", tmp_path, 4, 85.0, 4.0)
-    assert not scenarios.is_good(late)
 
-    write(tmp_path, 2, ("link", [0, 1], 50.0), ("gone", [3], 112.0))
-    result = {"exit_code": 0} | scenarios.judge("cut", tmp_path, 4, 100.0, 4.0)
+def test_a_fault_that_is_named_late_is_not_good(cut_off):
+    assert not scenarios.is_good(judged(cut_off, at_s=85.0))
+
+
+def test_what_was_named_before_the_fault_is_not_good(cut_off):
+    write(cut_off, 2, ("link", [0, 1], 50.0), ("gone", [3], 112.0))
+    result = judged(cut_off)
+
     assert result["named_before"] == [[2, "link", (0, 1)]]
     assert not scenarios.is_good(result)
 
-    (tmp_path / "region_1" / "faults.jsonl").unlink()
-    result = scenarios.judge("cut", tmp_path, 4, 100.0, 4.0)
-    assert result["unseen_by"] == [1]
+
+def test_who_has_not_seen_the_fault_is_listed(cut_off):
+    (cut_off / "region_1" / "faults.jsonl").unlink()
+    assert judged(cut_off)["unseen_by"] == [1]
 
 
 def test_what_an_earlier_run_in_the_folder_named_is_not_held_against_this_one(tmp_path):

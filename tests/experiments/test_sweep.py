@@ -68,11 +68,15 @@ def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
     assert {s.config.data.batch_per_region for s in parsed.settings} == {2}
     assert len({s.key for s in parsed.settings}) == 8
 
+
+def test_a_grid_without_what_is_published():
     without = table("published = false\n" + GRID).settings
     assert len(without) == 6
     assert [s.published for s in without] == [False] * 4 + [True] * 2
 
-    # Equal settings of two groups are one: 0.7 is DiLoCo's own.
+
+def test_equal_settings_of_two_groups_are_one():
+    """0.7 is DiLoCo's own."""
     again = GRID + '[groups.again]\nmethod = "diloco"\nouter_lr = 0.7\n'
     assert len(table(again).settings) == 8
 

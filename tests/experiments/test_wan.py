@@ -429,31 +429,44 @@ def test_flags_become_links():
     assert (lab_plan.mtu_bytes, lab_plan.buffer_s) == (1500, math.inf)
     assert (lab_plan.congestion_control, lab_plan.restarts_slowly) == ("reno", False)
 
+
+def test_what_tcp_does_is_a_flag():
     assert plan("--slow_start_after_idle").restarts_slowly
     assert plan("--mtu=9000", "--buffer_ms=30").mtu_bytes == 9000
     assert plan("--buffer_ms=30").buffer_s == 0.03
 
 
-def test_world_and_links_have_their_caps(tmp_path):
-    links = tmp_path / "links.yaml"
-    links.write_text(
+@pytest.fixture
+def links_file(tmp_path):
+    """Links of 2 Gbit/s that are out for the fourth second."""
+    path = tmp_path / "links.yaml"
+    path.write_text(
         "{regions: [a, b, c], default: {bandwidth_gbps: 2, latency_ms: 9},"
         " changes: [{start_s: 3, duration_s: 1, bandwidth_factor: 0}]}"
     )
+    return path
 
-    lab_plan = plan(f"--links={links}")
+
+def test_links_of_a_file_change_when_it_says(links_file):
+    lab_plan = plan(f"--links={links_file}")
+
     assert lab_plan.conditions[0].uplink_bps == (math.inf,) * 3
     assert [c.start_s for c in lab_plan.conditions] == [0, 3, 4]
     # Sizes come from the links as they usually are, not from the outage.
     assert lab_plan.mtu_bytes == 65000
 
-    capped = plan(f"--links={links}", "--bandwidth_mbit=500").conditions[0]
+
+def test_world_and_links_have_their_caps(links_file):
+    capped = plan(f"--links={links_file}", "--bandwidth_mbit=500").conditions[0]
     assert (capped.uplink_bps[0], capped.rate_bps[0][1]) == (5e8, 2e9)
 
     world = plan("--world=us-east,europe-west", "--bandwidth_mbit=50").conditions[0]
     assert (world.uplink_bps[0], world.rate_bps[0][1]) == (5e7, 5e7)
     assert world.delay_s[0][1] == 0.035
 
+
+def test_one_region_alone_has_long_packets(tmp_path):
+    links = tmp_path / "links.yaml"
     links.write_text("{regions: [here], default: {bandwidth_gbps: 1, latency_ms: 1}}")
     assert plan(f"--links={links}").mtu_bytes == 65_000
 

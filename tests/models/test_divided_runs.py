@@ -157,9 +157,9 @@ def test_devices_that_share_experts_train_as_one_does():
     ],
 )  # fmt: skip
 def test_what_devices_cannot_share_is_named(leaves, message):
-    def check():
+    def configure():
         config = SHARED.replace(**leaves)
         check_model(config, config.model)
 
     with pytest.raises(ValueError, match=message):
-        check()
+        configure()

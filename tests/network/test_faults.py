@@ -159,6 +159,7 @@ def test_of_fewer_than_three_regions_none_is_late_alone():
     alone[0, 1] = alone[1, 0] = 0.01
     for _ in range(20):
         assert watch.observe(alone) == []
+
     alone[0, 1] = 0.2
     for _ in range(5):
         assert watch.observe(alone) == []

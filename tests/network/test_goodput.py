@@ -83,18 +83,23 @@ def test_a_stretch_is_the_expectation_of_tries():
     assert kept_share(rate, repair, stretch) == pytest.approx(expected, rel=0.05)
 
 
-def test_simulated_agrees_where_there_is_a_formula():
-    failures = Failures(3600.0, 900.0)
-    drawn = simulated(failures, 4, 1, 600.0, 100 * DAY)
-    assert drawn == pytest.approx(alone(failures, 600.0), rel=0.02)
+FAILURES = Failures(3600.0, 900.0)
 
-    for quorum in (1, 3, 4):
-        drawn = simulated(failures, 4, quorum, 0.0, 400 * DAY)
-        expected = quorum_share(failures, 4, quorum)
-        assert drawn == pytest.approx(expected, rel=0.03)
 
-    assert quorum_share(failures, 4, 1) == pytest.approx(0.8)
-    assert quorum_share(failures, 4, 4) == pytest.approx(0.8**4)
+def test_regions_that_go_on_alone_are_simulated_by_the_formula_of_one():
+    drawn = simulated(FAILURES, 4, 1, 600.0, 100 * DAY)
+    assert drawn == pytest.approx(alone(FAILURES, 600.0), rel=0.02)
+
+
+@pytest.mark.parametrize("quorum", [1, 3, 4])
+def test_a_quorum_is_simulated_as_its_formula_says(quorum):
+    drawn = simulated(FAILURES, 4, quorum, 0.0, 400 * DAY)
+    assert drawn == pytest.approx(quorum_share(FAILURES, 4, quorum), rel=0.03)
+
+
+def test_the_share_of_a_quorum_by_hand():
+    assert quorum_share(FAILURES, 4, 1) == pytest.approx(0.8)
+    assert quorum_share(FAILURES, 4, 4) == pytest.approx(0.8**4)
 
 
 def test_the_same_seed_draws_the_same():

@@ -180,11 +180,12 @@ def test_a_stage_without_a_site_waits_for_one():
     assert done.batches_per_s(25, 100) == pytest.approx(1, rel=0.03)
 
 
+UNEQUAL = ((0, 1, 2, 3, 4), (5,))
+
+
 def test_stages_are_rebalanced():
-    stages = ((0, 1, 2, 3, 4), (5,))
-    batch_s = [1.0] * 6
-    still = run(stages, batch_s, 2000)
-    moving = run(stages, batch_s, 2000, rebalance_s=100, stage_bytes=1e9)
+    still = run(UNEQUAL, [1.0] * 6, 2000)
+    moving = run(UNEQUAL, [1.0] * 6, 2000, rebalance_s=100, stage_bytes=1e9)
 
     assert still.batches_per_s(500, 2000) == pytest.approx(1, rel=0.03)
     assert moving.batches_per_s(500, 2000) == pytest.approx(3, rel=0.03)
@@ -192,13 +193,14 @@ def test_stages_are_rebalanced():
         (100, 0, 1),
         (200, 0, 1),
     ]
+    assert pace(rebalanced(UNEQUAL, [1.0] * 6), [1.0] * 6) == 3
 
-    assert pace(rebalanced(stages, [1.0] * 6), batch_s) == 3
 
-    # While a site fetches 50 GB at 1 GB/s, it serves nobody.
-    slow = run(stages, batch_s, 160, rebalance_s=100, stage_bytes=50e9)
-    site = slow.moves[0].site
-    assert site not in slow.stages[0]
+def test_a_site_that_fetches_a_stage_serves_nobody():
+    """50 GB at 1 GB/s."""
+    slow = run(UNEQUAL, [1.0] * 6, 160, rebalance_s=100, stage_bytes=50e9)
+
+    assert slow.moves[0].site not in slow.stages[0]
     assert slow.batches_per_s(110, 150) == pytest.approx(1, rel=0.06)
 
 
@@ -208,7 +210,9 @@ def test_stages_are_rebalanced():
     st.integers(0, 3),
     st.sampled_from([math.inf, 40.0]),
 )
-def test_bounds(batch_s, seed, rebalance_s):
+def test_no_batch_is_lost_and_none_comes_faster_than_the_slowest_stage(
+    batch_s, seed, rebalance_s
+):
     stages = ((0, 1), (2, 3), (4, 5))
     done = run(stages, batch_s, 300, seed=seed, rebalance_s=rebalance_s)
     finished = len(done.finished_s)

@@ -114,12 +114,12 @@ def test_the_slowest_region_tells_what_a_sync_takes():
     assert delays(timeline)[-1] == 3
 
 
-def test_adaptive_transmission_serves_who_waits_longest():
-    for score in SCORES:
-        schedule = adaptive(9, 2, 1, 3, score)
-        timeline = simulate(PAIR, work(1, 1), schedule, 19)
-        order = [(s.start_step, s.fragments[0]) for s in timeline.syncs]
-        assert order == [(3, 0), (6, 1), (9, 0), (12, 1), (15, 0), (18, 1)]
+@pytest.mark.parametrize("score", SCORES)
+def test_adaptive_transmission_serves_who_waits_longest(score):
+    timeline = simulate(PAIR, work(1, 1), adaptive(9, 2, 1, 3, score), 19)
+
+    order = [(s.start_step, s.fragments[0]) for s in timeline.syncs]
+    assert order == [(3, 0), (6, 1), (9, 0), (12, 1), (15, 0), (18, 1)]
 
 
 def test_one_step_stale_by_hand():

@@ -71,14 +71,15 @@ def timeline():
     return simulate(topology, work, staggered(4, 2, 3), 16)
 
 
-def test_spans_cover_a_region_without_gaps(timeline):
-    for region in (0, 1):
-        spans = list(region_spans(timeline, region))
-        for left, right in itertools.pairwise(spans):
-            assert left[2] == pytest.approx(right[1])
-        stall = sum(end - begin for kind, begin, end, *_ in spans if kind == "stall")
-        assert stall == pytest.approx(timeline.stall_s[region])
-        assert spans[-1][2] == pytest.approx(timeline.marks[-1][1][region])
+@pytest.mark.parametrize("region", [0, 1])
+def test_spans_cover_a_region_without_gaps(timeline, region):
+    spans = list(region_spans(timeline, region))
+
+    for left, right in itertools.pairwise(spans):
+        assert left[2] == pytest.approx(right[1])
+    stall = sum(end - begin for kind, begin, end, *_ in spans if kind == "stall")
+    assert stall == pytest.approx(timeline.stall_s[region])
+    assert spans[-1][2] == pytest.approx(timeline.marks[-1][1][region])
 
 
 def test_trace_holds_every_sync_and_no_overlapping_spans(timeline, tmp_path):

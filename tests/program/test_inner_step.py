@@ -156,22 +156,33 @@ def test_a_block_maps_over_its_regions(size, one_by_one):
     np.testing.assert_array_equal(mapped(x, jnp.float32(3))["y"], 3 * x)
 
 
-def test_small_models_of_regions_on_one_cpu_are_one_batch():
-    one = make_mesh(4, devices=jax.devices()[:1])
-    small = 50_000
-    batched = LocalRegions(4, one_by_one=False)
-    assert LocalRegions.of(one, 4, num_params=small) == batched
-    assert LocalRegions.of(one, 4, "batched") == batched
+SMALL = 50_000
 
-    in_turn = LocalRegions(4, one_by_one=True)
-    assert LocalRegions.of(one, 4, num_params=100 * small) == in_turn
-    assert LocalRegions.of(one, 4) == in_turn
-    assert LocalRegions.of(one, 4, "in_turn", small) == in_turn
-    for how in ("auto", "batched", "in_turn"):  # One region of a device.
-        assert LocalRegions.of(make_mesh(4), 4, how, 1000).size == 1
 
+@pytest.mark.parametrize(
+    ("how", "num_params", "one_by_one"),
+    [
+        ("auto", SMALL, False),
+        ("batched", None, False),
+        ("auto", 100 * SMALL, True),
+        ("auto", None, True),
+        ("in_turn", SMALL, True),
+    ],
+)
+def test_small_models_of_regions_on_one_cpu_are_one_batch(how, num_params, one_by_one):
+    mesh = make_mesh(4, devices=jax.devices()[:1])
+
+    assert LocalRegions.of(mesh, 4, how, num_params) == LocalRegions(4, one_by_one)
+
+
+@pytest.mark.parametrize("how", ["auto", "batched", "in_turn"])
+def test_a_device_of_its_own_has_one_region(how):
+    assert LocalRegions.of(make_mesh(4), 4, how, 1000).size == 1
+
+
+def test_regions_of_several_devices_go_in_turn():
     two = LocalRegions.of(make_mesh(4, data=2, devices=jax.devices()[:4]), 4)
-    assert two.one_by_one  # Regions of several devices.
+    assert two.one_by_one
 
 
 # --- Steps whose number is an argument, against `lax.scan` of as many ---

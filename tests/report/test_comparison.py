@@ -96,9 +96,10 @@ def test_comparison_by_hand():
     assert slow["seeds"] == [0, 1]
 
 
-def test_losses_at_equal_bytes_by_hand():
-    """`evaluated` sends a byte a step."""
-    runs = [
+@pytest.fixture
+def of_unequal_bytes():
+    """Runs of three methods; `evaluated` sends a byte a step."""
+    return [
         evaluated("long", 0, [(10, 4.0), (30, 2.0)]),
         evaluated("long", 1, [(20, 3.0), (40, 2.0)]),
         evaluated("short", 0, [(10, 4.0), (20, 3.0)]),
@@ -107,25 +108,32 @@ def test_losses_at_equal_bytes_by_hand():
         evaluated("none", 1, [(0, 4.0), (0, 3.0)]),
     ]
 
-    comparison = compare(runs)
-    # The least of the seeds of the method that sends the least.
+
+def test_losses_are_compared_at_the_bytes_of_who_sends_least(of_unequal_bytes):
+    """The least of its seeds."""
+    comparison = compare(of_unequal_bytes)
     assert comparison["equal_bytes_method"] == "short"
     assert comparison["equal_bytes"] == 20
+
     losses = {n: row["loss_at_equal_bytes"] for n, row in comparison["methods"].items()}
     assert losses["long"] == {"mean": 3.0, "half_range": 0.0}
     assert losses["short"]["mean"] == pytest.approx((3.0 + 4.0 - 10 / 14) / 2)
     assert losses["none"] is None
     assert comparison["methods"]["long"]["evaluated_bytes"] == [20, 30]
 
-    comparison = compare(runs, "long")
+
+def test_losses_at_the_bytes_of_a_target(of_unequal_bytes):
+    comparison = compare(of_unequal_bytes, "long")
+
     assert comparison["equal_bytes_method"] == "long"
     assert comparison["equal_bytes"] == 30
     assert comparison["methods"]["long"]["loss_at_equal_bytes"]["mean"] == 2.25
     assert comparison["methods"]["short"]["loss_at_equal_bytes"] is None
 
-    # A target that sends nothing has no bytes to compare at.
-    assert compare(runs, "none")["equal_bytes_method"] == "short"
-    assert compare(runs[-2:])["equal_bytes"] is None
+
+def test_a_target_that_sends_nothing_has_no_bytes_to_compare_at(of_unequal_bytes):
+    assert compare(of_unequal_bytes, "none")["equal_bytes_method"] == "short"
+    assert compare(of_unequal_bytes[-2:])["equal_bytes"] is None
 
 
 def test_a_seed_that_misses_the_target_is_counted():

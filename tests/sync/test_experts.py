@@ -20,7 +20,6 @@ from tests.numerics import assert_all_close, assert_within_ulps
 from tests.program import mixture
 from tests.program.mixture import MODEL, USER_INPUTS, drawn_params
 from tests.program.tiny import follow
-from tests.slow import mostly_slow
 
 _MODEL = dataclasses.replace(MODEL, scan_layers=False)
 _KEY = jax.random.key(0)
@@ -30,38 +29,57 @@ def _params(scan_layers):
     return drawn_params(MODEL if scan_layers else _MODEL)
 
 
-@pytest.mark.parametrize(
-    ("scan_layers", "num_fragments"),
-    mostly_slow([(True, 4), (False, 5)], quick=[(True, 4)]),
-)
-def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_fragments):
+@pytest.fixture(params=[(True, 4), pytest.param((False, 5), marks=pytest.mark.slow)])
+def params_and_fragments(request):
+    scan_layers, num_fragments = request.param
     params = _params(scan_layers)
-    fragments = cut(params, num_fragments, "experts")
-    parts = [fragments.take(params, k) for k in range(num_fragments)]
+    return params, cut(params, num_fragments, "experts")
+
+
+def _parts(params, fragments, lead=0):
+    num_fragments = len(fragments.slices)
+    return [fragments.take(params, k, lead=lead) for k in range(num_fragments)]
+
+
+def test_experts_are_cut_into_ranges_and_the_rest_is_dense(params_and_fragments):
+    parts = _parts(*params_and_fragments)
+
     held = [{expert_axis(path) is not None for path in part} for part in parts]
     num_dense = held.index({True})
-    assert held == [{False}] * num_dense + [{True}] * (num_fragments - num_dense)
+    assert held == [{False}] * num_dense + [{True}] * (len(parts) - num_dense)
     assert any("router" in path for part in parts[:num_dense] for path in part)
 
-    # Every number once, and counted in bytes.
-    total = sum(x.size for x in jax.tree.leaves(params))
+
+def test_every_number_is_in_one_fragment_and_counted_in_bytes(params_and_fragments):
+    params, fragments = params_and_fragments
+    parts = _parts(params, fragments)
+
     sizes = [sum(x.size for x in part.values()) for part in parts]
-    assert sum(sizes) == total
+    assert sum(sizes) == sum(x.size for x in jax.tree.leaves(params))
     assert fragments.num_bytes == tuple(4 * size for size in sizes)
     jax.tree.map(np.testing.assert_array_equal, fragments.join(parts), params)
 
-    for shared in (False, True):
-        cut_so = dataclasses.replace(fragments, shares_experts=shared)
-        changed = params
-        for k, part in enumerate(parts):
-            changed = cut_so.put(changed, k, jax.tree.map(jnp.negative, part))
-        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, -y), changed, params)
 
-    # A region axis before, and a program that checks the cut.
-    lead = jax.tree.map(lambda x: jnp.stack([x, x + 1]), params)
-    for k, part in enumerate(parts):
-        for path, x in fragments.take(lead, k, lead=1).items():
-            np.testing.assert_array_equal(x[1], part[path] + 1)
+@pytest.mark.parametrize("shares_experts", [False, True])
+def test_all_fragments_that_are_put_are_the_model(params_and_fragments, shares_experts):
+    params, fragments = params_and_fragments
+    fragments = dataclasses.replace(fragments, shares_experts=shares_experts)
+
+    changed = params
+    for k, part in enumerate(_parts(params, fragments)):
+        changed = fragments.put(changed, k, jax.tree.map(jnp.negative, part))
+
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, -y), changed, params)
+
+
+def test_fragments_are_taken_of_all_regions(params_and_fragments):
+    params, fragments = params_and_fragments
+    regions = jax.tree.map(lambda x: jnp.stack([x, x + 1]), params)
+
+    of_regions = _parts(regions, fragments, lead=1)
+
+    second = [{path: x[1] for path, x in part.items()} for part in of_regions]
+    assert_all_close(second, jax.tree.map(lambda x: x + 1, _parts(params, fragments)))
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])

@@ -204,6 +204,9 @@ def test_random_state_differs_by_region_and_the_first_keeps_its_own():
         assert len({(x.dtype, x.shape) for x in values}) == 1
 
     assert second.count == 0
+
+
+def test_keys_are_found_in_a_state():
     assert inner_keys.has_keys(DRAWN)
     assert not inner_keys.has_keys(optax.adam(0.1).init(OLD))
 

@@ -94,7 +94,7 @@ def test_packing_is_a_little_endian_bit_stream(bits):
 
     @given(st.lists(st.integers(0, 2**bits - 1), min_size=9, max_size=9))
     @settings(max_examples=30, deadline=None)
-    def check(codes):
+    def packs_as_by_hand(codes):
         stream = "".join(f"{c:0{bits}b}"[::-1] for c in codes)
         by_hand = [int(stream[i : i + 8][::-1], 2) for i in range(0, len(stream), 8)]
         packed = pack(np.array(codes))
@@ -102,31 +102,44 @@ def test_packing_is_a_little_endian_bit_stream(bits):
         np.testing.assert_array_equal(packed, by_hand)
         np.testing.assert_array_equal(unpack(packed), codes)
 
-    check()
+    packs_as_by_hand()
 
 
 # --- round trips and bounds ---
 
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
-def test_shapes_dtypes_bytes_and_zeros_under_jit(text):
-    built = compression.parse(text)
+def test_what_is_decoded_has_the_shapes_and_dtypes_that_were_sent(text):
     x = tree()
-    go = compiled(text)
+    _, _, back = compiled(text)(x, None, KEY)
 
-    message, state, back = go(x, None, KEY)
     assert jax.tree.structure(back) == jax.tree.structure(x)
     for a, b in leaves_of(back, x):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert np.all(np.isfinite(a.astype(np.float32)))
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_bytes_are_those_of_the_arrays_of_a_message(text):
+    built = compression.parse(text)
+    x = tree()
+    message, _, _ = compiled(text)(x, None, KEY)
 
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(message))
     assert compression.message_bytes(message) == nbytes
     shapes = jax.eval_shape(lambda x: built.encode(x, built.init(x), KEY)[0], x)
     assert compression.message_bytes(shapes) == nbytes
 
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_zeros_are_zeros_and_compile_nothing_anew(text):
+    x = tree()
+    go = compiled(text)
+    _, state, _ = go(x, None, KEY)
     num_traces = TRACES[text]
+
     _, new_state, zeros = go(jax.tree.map(np.zeros_like, x), None, KEY)
+
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(zeros))
     assert TRACES[text] == num_traces
     assert jax.tree.map(jnp.shape, new_state) == jax.tree.map(jnp.shape, state)
@@ -173,13 +186,13 @@ BOUNDS = {
 def test_error_bounds(text):
     @given(vectors)
     @settings(max_examples=50, deadline=None)
-    def check(x):
+    def stays_within_its_bound(x):
         bound = BOUNDS[text](x, blockwise_absmax(x, 16))
         # float32 rounding of the product and of the fraction.
         bound = bound * (1 + 1e-5) + 1e-6 * blockwise_absmax(x, 16)
         assert np.all(np.abs(np.asarray(round_trip(text, x)) - x) <= bound)
 
-    check()
+    stays_within_its_bound()
 
 
 @pytest.mark.parametrize(("name", "digits"), [("float16", 11), ("bfloat16", 8)])

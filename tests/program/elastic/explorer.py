@@ -156,7 +156,7 @@ class World:
         member.oldest_step = min((s for _, s in life.waits), default=life.step or 0)
         newest = self.newest.get(member.region, 0)
         self.newest[member.region] = max(newest, member.boot)
-        self.check(life)
+        self.hold_invariants(life)
 
     def train(self, life):
         member = life.member
@@ -212,21 +212,25 @@ class World:
 
     # Invariants.
 
-    def check(self, life):
+    def hold_invariants(self, life):
         member = life.member
         view = member.view
         if view.epoch == m.NO_EPOCH:
             return
+
         seats = tuple(sorted(view.seats.items()))
         known = self.views.setdefault(view.epoch, seats)
         hold(known == seats, f"one view: {view.epoch}")
+
         if view.epoch != life.epoch:
             least = min(self.place.min_regions, life.num_seats)
             hold(len(seats) >= least, f"enough: {seats} in {view.epoch}")
             life.epoch = view.epoch
             life.num_seats = len(seats)
+
         if member.why_left or life.step is None:
             return
+
         for other in self.lives:
             if other is life or other.step is None or other.member.why_left:
                 continue

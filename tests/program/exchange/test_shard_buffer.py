@@ -124,23 +124,27 @@ def test_what_is_laid_out_is_put_together_again(dtypes, processes):
         assert unpacked["both"].addressable_shards[0].data.shape == (2, 2, 3, 2)
 
 
+def grid_of(processes, *sizes):
+    """The grid of processes on a mesh of two regions."""
+    devices = [types.SimpleNamespace(process_index=p) for p in processes]
+    placed = np.array(devices).reshape(2, *sizes)
+    return process_grid(types.SimpleNamespace(devices=placed))
+
+
 def test_a_process_along_two_axes_has_a_block_of_each():
-    def grid(processes, *sizes):
-        devices = [types.SimpleNamespace(process_index=p) for p in processes]
-        placed = np.array(devices).reshape(2, *sizes)
-        return process_grid(types.SimpleNamespace(devices=placed))
-
     two_each = [0, 0, 1, 1, 2, 2, 3, 3]
-    assert grid(two_each, 1, 2, 1, 2) == (1, 2, 1, 1)
-    assert grid(two_each, 1, 4, 1, 1) == (1, 2, 1, 1)
-    assert grid(two_each, 2, 1, 1, 2) == (2, 1, 1, 1)
-    assert grid(range(8), 1, 2, 1, 2) == (1, 2, 1, 2)
-    assert grid([0] * 4 + [1] * 4, 1, 2, 1, 2) == (1, 1, 1, 1)
+    assert grid_of(two_each, 1, 2, 1, 2) == (1, 2, 1, 1)
+    assert grid_of(two_each, 1, 4, 1, 1) == (1, 2, 1, 1)
+    assert grid_of(two_each, 2, 1, 1, 2) == (2, 1, 1, 1)
+    assert grid_of(range(8), 1, 2, 1, 2) == (1, 2, 1, 2)
+    assert grid_of([0] * 4 + [1] * 4, 1, 2, 1, 2) == (1, 1, 1, 1)
 
-    # Not one block: half a row and half of the next; not together; not alike.
-    assert grid([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], 1, 2, 1, 3) is None
-    assert grid([0, 1, 0, 1, 2, 3, 2, 3], 1, 2, 1, 2) is None
-    assert grid([0, 0, 0, 1, 2, 2, 2, 3], 1, 2, 1, 2) is None
+
+def test_processes_without_a_block_have_no_grid():
+    """Half a row and half of the next; not together; not alike."""
+    assert grid_of([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], 1, 2, 1, 3) is None
+    assert grid_of([0, 1, 0, 1, 2, 3, 2, 3], 1, 2, 1, 2) is None
+    assert grid_of([0, 0, 0, 1, 2, 2, 2, 3], 1, 2, 1, 2) is None
 
 
 def make_program(mesh, num_regions=4, **options):

@@ -75,14 +75,16 @@ def test_another_program_goes_on_bit_for_bit(tiny, tmp_path, name, cut):
 
     The same program, with every method: `test_family.py` and `test_loop.py`.
     """
-    check_restored(tiny, tmp_path, name, cut, tiny.make_program(name))
+    assert_goes_on_from_a_checkpoint(tiny, tmp_path, name, cut, tiny.make_program(name))
 
 
 @pytest.mark.parametrize("method_name", mostly_slow(mixture.METHODS, quick=["cocodc"]))
 def test_a_restored_mixture_goes_on_with_its_counts(tiny, tmp_path, method_name):
     """In flight, by another program: means by tokens are of the counts it had."""
     tiny = mixture.in_place_of(tiny)
-    check_restored(tiny, tmp_path, method_name, 3, tiny.make_program(method_name))
+    assert_goes_on_from_a_checkpoint(
+        tiny, tmp_path, method_name, 3, tiny.make_program(method_name)
+    )
     state, _ = restore(tmp_path, tiny.shared_program(method_name))
     counts = state.region.params["blocks"]["moe"]["experts"]["tokens"]
     assert state.sync.in_flight
@@ -90,7 +92,7 @@ def test_a_restored_mixture_goes_on_with_its_counts(tiny, tmp_path, method_name)
     assert (counts == 0).any()  # An expert that a region did not use.
 
 
-def check_restored(tiny, tmp_path, method_name, cut, again):
+def assert_goes_on_from_a_checkpoint(tiny, tmp_path, method_name, cut, again):
     program = tiny.shared_program(method_name)
     whole, before = tiny.finish(program, tiny.start(program), cut)
     assert whole.sync.in_flight
