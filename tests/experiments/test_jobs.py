@@ -65,11 +65,13 @@ class Run:
 
     def finish(self, steps=STEPS):
         self.end()
+
         losses = [
             json.loads((self.workdir / f"region_{r}" / "summary.json").read_text())
             for r in range(self.num)
         ]
         assert len({loss["eval_loss_outer"] for loss in losses}) == 1
+
         return kills.judge(
             self.workdir, self.num, steps, [], seconds=0, dead_after_s=10
         )

@@ -156,11 +156,3 @@ def with_numbers(params: Any, values: dict[str, np.ndarray]) -> Any:
         lambda path, x: jax.device_put(values[jax.tree_util.keystr(path)], x.sharding),
         params,
     )
-
-
-def largest_difference(
-    one: dict[str, np.ndarray], other: dict[str, np.ndarray]
-) -> float:
-    """Return the largest absolute difference of two sets of parameters."""
-    assert one.keys() == other.keys()
-    return max(float(np.abs(one[path] - other[path]).max()) for path in one)

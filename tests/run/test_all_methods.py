@@ -1,6 +1,8 @@
 """Every entry of the method table on the smoke preset: it learns, and goes on."""
 
+import pathlib
 import shutil
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ import cocodc_jax as cc
 from cocodc_jax.report.records import read_records
 from cocodc_jax.run.config.presets import PRESETS
 from cocodc_jax.run.preparing import prepare
+from cocodc_jax.run.session import Session
+
+pytestmark = pytest.mark.slow
 
 STEPS = 32
 CUT = 16
@@ -34,38 +39,59 @@ def configuration(method):
     return PRESETS["smoke"].replace(**leaves)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", cc.methods.METHODS)
-def test_it_trains_resumes_bit_for_bit_and_counts_its_bytes(method, tmp_path):
-    whole = tmp_path / "whole"
-    cut = tmp_path / "cut"
-    config = configuration(method)
-    session = prepare(config, whole)
+class Trained(NamedTuple):
+    """A finished run of a method."""
+
+    session: Session
+    folder: pathlib.Path
+    summary: dict
+    records: list[dict]
+
+    def of_kind(self, kind):
+        return [record for record in self.records if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module", params=cc.methods.METHODS)
+def trained(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    session = prepare(configuration(request.param), folder)
     summary = session.train()
-    records = read_records(whole / "metrics.jsonl")
-    losses = [r["loss"] for r in records if r["kind"] == "train"]
+    return Trained(session, folder, summary, read_records(folder / "metrics.jsonl"))
+
+
+def test_it_learns(trained):
+    losses = [record["loss"] for record in trained.of_kind("train")]
     assert losses[-1] < 0.95 * losses[0]
 
-    # As if it had been killed between the two checkpoints.
-    shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "checkpoints" / str(STEPS))
-    (cut / "summary.json").unlink()
-    again = prepare(config, cut, earlier=[session]).train()
-    resumed = (cut / "metrics.jsonl").read_bytes()
-    assert resumed == (whole / "metrics.jsonl").read_bytes()
-    assert again["eval_loss"] == summary["eval_loss"]
 
-    # What was sent is what the syncs that were applied say, and what is on its way.
-    synced = sum(r["bytes"] for r in records if r["kind"] == "sync")
-    every_step = STEPS * session.program.bytes_per_step
-    sent = summary["bytes_sent_per_region"]
-    sync = session.program.method.sync
+def test_killed_between_two_checkpoints_it_goes_on_bit_for_bit(trained, tmp_path):
+    folder = tmp_path / "killed"
+    shutil.copytree(trained.folder, folder)
+    shutil.rmtree(folder / "checkpoints" / str(STEPS))
+    (folder / "summary.json").unlink()
 
+    config = trained.session.config
+    summary = prepare(config, folder, earlier=[trained.session]).train()
+
+    records = (folder / "metrics.jsonl").read_bytes()
+    assert records == (trained.folder / "metrics.jsonl").read_bytes()
+    assert summary["eval_loss"] == trained.summary["eval_loss"]
+
+
+def test_what_was_sent_is_what_syncs_say_and_what_is_on_its_way(trained):
+    program = trained.session.program
+    sync_bytes = [record["bytes"] for record in trained.of_kind("sync")]
+    sent = trained.summary["bytes_sent_per_region"]
+
+    sync = program.method.sync
     if sync and sync.schedule.is_by_region:  # Each counts for one of M regions.
-        assert sent == pytest.approx(synced / 4, abs=STEPS)
+        assert sent == pytest.approx(sum(sync_bytes) / 4, abs=STEPS)
         return
 
-    largest = max((r["bytes"] for r in records if r["kind"] == "sync"), default=0)
-    num_fragments = session.program.method.num_fragments
-    assert 0 <= sent - synced - every_step <= largest * num_fragments
-    assert np.isfinite(summary["eval_loss_outer"])
+    on_their_way = sent - sum(sync_bytes) - STEPS * program.bytes_per_step
+    largest = max(sync_bytes, default=0)
+    assert 0 <= on_their_way <= largest * program.method.num_fragments
+
+
+def test_the_outer_model_is_evaluated(trained):
+    assert np.isfinite(trained.summary["eval_loss_outer"])

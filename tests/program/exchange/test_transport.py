@@ -27,8 +27,6 @@ def test_no_channels_are_refused_at_once():
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("noloco", "each region has outer parameters of its own"),
-        ("multi_ring", "its rings use the inner mesh"),
         ("co2", "its outer state is divided over the inner mesh"),
         ("delayed_nesterov", "a region that comes alone is answered at once"),
     ],

@@ -312,9 +312,11 @@ class TestFailure:
         path = folder / name
         path.unlink(missing_ok=True)
         os.mkfifo(path)
+
         # Orbax reads in threads, which would wait until somebody writes.
         writes = threading.Timer(20, lambda: os.close(os.open(path, os.O_RDWR)))
         writes.start()
+
         with pytest.raises(OSError, match=f"{path} is not a regular file"):
             restore(folder, program)
         writes.cancel()
