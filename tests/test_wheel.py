@@ -181,5 +181,11 @@ def test_commands_train_compare_and_start_processes(everything, tmp_path):
 def test_the_notebook_runs(everything, tmp_path):
     cells = json.loads((ROOT / "experiments" / "tour.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    out = succeed(everything / "python", "-c", "\n\n".join(code), cwd=tmp_path)
-    assert "cocodc " in out
+
+    lines = succeed(
+        everything / "python", "-c", "\n\n".join(code), cwd=tmp_path
+    ).splitlines()
+
+    assert lines[0].startswith("late ")
+    for name in ("diloco", "streaming_diloco", "cocodc"):
+        assert any(line.startswith(f"{name} ") for line in lines[3:]), lines
