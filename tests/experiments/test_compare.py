@@ -113,7 +113,6 @@ def test_the_same_command_again_trains_nothing(compared, call):
         (["--methods=diloco,diloco+lion"], "--methods=diloco,diloco+lion names"),
         (["--methods=diloco+muon,diloco+muon"], "--methods=diloco+muon,diloco"),
         (["--seeds=0"], "--seeds=0 must be at least 1"),
-        (["--methods=diloco", "--curvature=none"], "--curvature=none has no"),
         (
             ["--methods=diloco,streaming_diloco", "--rank=8"],
             "--rank=8 has no meaning for diloco, streaming_diloco, which take",

@@ -175,8 +175,6 @@ def test_syncs_that_fit(arguments, expected):
          "sync_interval=10"),
         (lambda: adaptive(10, 4, 0, 11), "syncs_per_interval=11 must be at least"),
         (lambda: adaptive(10, 4, 0, 4.5), "syncs_per_interval=4.5 must be a whole num"),
-        (lambda: starts(adaptive(12, 2, 0, 4, "drift"), 9),
-         "the schedule needs 'drift', which nobody measures here"),
         (lambda: syncs_that_fit(100, 4, 0.0, 1.0, 1.0),
          "step_time=0.0 and sync_time=1.0 must be positive seconds"),
         (lambda: syncs_that_fit(100, 4, 1.0, -1.0, 1.0),
