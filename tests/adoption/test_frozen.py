@@ -125,7 +125,7 @@ def test_the_same_run_without_the_bytes(method, mesh):
     assert kept.sharding.is_equivalent_to(jax.NamedSharding(new.mesh, spec), 2)
 
 
-def test_windows():
+def test_steps_and_syncs_in_one_program_give_the_same_losses():
     """Steps and syncs in one program."""
     ends = []
     for fuse in ("no", "yes"):

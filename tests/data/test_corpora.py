@@ -134,7 +134,7 @@ def test_a_bad_byte_is_refused_replaced_or_skipped_with_a_word(tmp_path, capfd):
     )
 
 
-def test_several_paths(tmp_path):
+def test_texts_are_read_from_several_paths(tmp_path):
     _write(tmp_path, {f"{name}/same.txt": f"text of {name}" for name in ("one", "two")})
     paths = [tmp_path / "one", tmp_path / "two" / "same.txt"]
     train, validation = _texts(_open(paths, tmp_path / "data"))

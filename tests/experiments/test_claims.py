@@ -169,7 +169,7 @@ def test_runs_that_cannot_refute_a_claim_leave_it_open(
     ("measure", "mean"),
     [("less_loss", 0.4), ("lower_loss", 20.0), ("fewer_bytes", 4.0)],
 )
-def test_other_measures(measure, mean, results, written):
+def test_each_measure_has_its_figure(measure, mean, results, written):
     path = written(("fewer_steps", measure))
     row = table.check(claim.read(path), results)
     assert row.measured[0].mean == pytest.approx(mean)

@@ -129,7 +129,7 @@ def test_the_same_command_again_trains_nothing(compared, call):
         (["--methods=all", "--curvature=none", "--sync_intervl=3"], "Unknown c"),
     ],
 )
-def test_wrong_flags(flags, line, refused, tmp_path):
+def test_wrong_flags_are_refused_in_a_line(flags, line, refused, tmp_path):
     error = refused(compare, "--preset=smoke", *flags, f"--workdir={tmp_path}")
     assert error.startswith(line)
     assert not list(tmp_path.iterdir())

@@ -19,7 +19,7 @@ def values_of(*arguments):
     return values
 
 
-def test_two_processes(command, tmp_path):
+def test_two_processes_measure_what_the_simulator_predicts(command, tmp_path):
     environment = {
         "COCODC_NUM_PROCESSES": "2",
         "COCODC_COORDINATOR_ADDRESS": children.free_addresses(1)[0],
@@ -78,7 +78,7 @@ def test_two_processes(command, tmp_path):
         assert f"{ratio:.2f}" in out
 
 
-def test_links(tmp_path):
+def test_links_are_read_from_flags_and_files(tmp_path):
     assert probe_network.read_links(values_of(), 2) is None
     state = probe_network.read_links(values_of("--bandwidth_mbit=8", "--mtu=520"), 2)
     assert state is not None
@@ -144,14 +144,14 @@ changes: [{from: here, start_s: 0, duration_s: 9, bandwidth_factor: 0.5}]
         ("often", "unexpected argument 'often'"),
     ],
 )
-def test_bad_flags(flag, message, monkeypatch, refused):
+def test_wrong_flags_are_refused_in_a_line(flag, message, monkeypatch, refused):
     monkeypatch.setenv("COCODC_NUM_PROCESSES", "2")
     monkeypatch.setenv("COCODC_PROCESS_ID", "0")
     monkeypatch.setenv("COCODC_COORDINATOR_ADDRESS", "127.0.0.1:1")
     assert message in refused(probe_network, *flag.split())
 
 
-def test_it_takes_two(monkeypatch, refused):
+def test_one_process_is_refused(monkeypatch, refused):
     monkeypatch.delenv("COCODC_NUM_PROCESSES", raising=False)
     error = refused(probe_network)
     assert "COCODC_NUM_PROCESSES in the environment must be" in error

@@ -41,7 +41,7 @@ def planned(tmp_path, capsys):
     return said
 
 
-def test_files_and_numbers(simulated, tmp_path, capsys):
+def test_a_simulation_leaves_numbers_a_timeline_and_a_plot(simulated, tmp_path, capsys):
     folder = tmp_path / "new"
     arguments = ("--method=diloco", "--sync_interval=4", "--steps=8")
     assert simulate.main(["simulate", *BASE, *arguments, f"--workdir={folder}"]) == 0
@@ -257,7 +257,7 @@ def test_arguments_of_a_method_reach_it(simulated):
     ("--plan --stages=2", "--stages=2 needs --activation_mb too"),
     ("--plan --activation_mb=1", "--activation_mb=1.0 needs --stages of 2 or more"),
 ])  # fmt: skip
-def test_bad_flags(flags, message, refused):
+def test_wrong_flags_are_refused_in_a_line(flags, message, refused):
     assert refused(simulate, *BASE, *flags.split()).startswith(message)
 
 
@@ -273,7 +273,7 @@ def test_bad_flags(flags, message, refused):
         ("--loss_curve=c --target_loss=nan", "--target_loss=nan must be finite"),
     ],
 )
-def test_bad_flags_of_links_and_losses(flags, message, refused):
+def test_wrong_flags_of_links_and_losses_are_refused_in_a_line(flags, message, refused):
     assert refused(simulate, *MODEL, *flags.split()).startswith(message)
 
 

@@ -215,7 +215,7 @@ def test_a_folder_of_runs_that_have_not_begun(tmp_path, capsys):
     assert {(row["state"], row["step"]) for row in rows} == {("not begun", "0 of 20")}
 
 
-def test_an_address(capsys):
+def test_a_run_is_shown_by_the_address_of_its_metrics(capsys):
     live = LiveMetrics(100, lambda step: 8 * step, 3, now=lambda: NOW - 5)
     live.begin(0, (0, NOW - 100), saved_step=None)
     live.turn(Clock(10, 2.5, 6.0, 16.0, 1.0, 2, 4096))

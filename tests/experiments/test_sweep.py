@@ -568,7 +568,7 @@ def test_winners_of_a_halving_that_was_given_up_do_not_count(halved, call):
         ("--grid={grid} --step_seconds=nan", "--step_seconds=nan must be"),
     ],
 )
-def test_wrong_flags(words, message, refused, tmp_path):
+def test_wrong_flags_are_refused_in_a_line(words, message, refused, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text(GRID)
     words = words.format(grid=path).split()

@@ -103,7 +103,7 @@ print("to stderr", file=sys.stderr, flush=True)
     assert float(round_trip_s) == pytest.approx(0.08, rel=0.1)
 
 
-def test_unequal_links(lab, tmp_path):
+def test_each_direction_of_a_link_has_its_own_delay(lab, tmp_path):
     links = tmp_path / "links.yaml"
     links.write_text("""
 regions: [here, near, far]
@@ -214,7 +214,7 @@ else:
 """
 
 
-def test_loss(lab):
+def test_a_link_loses_the_share_that_it_is_to_lose(lab):
     flags = ("--loss=0.2", "--latency_ms=1", "--seed=1")
     code, out, traffic = lab(*flags, *python(DATAGRAMS, 2000, 0.0002))
     assert code == 0
@@ -496,6 +496,6 @@ def test_one_region_alone_has_long_packets(tmp_path):
         ("--links=a --world=b -- x", "--world=b does not combine with --li"),
     ],
 )
-def test_bad_flags(words, message, monkeypatch, refused):
+def test_wrong_flags_are_refused_in_a_line(words, message, monkeypatch, refused):
     monkeypatch.setattr(region, "missing", list)
     assert refused(wan, *words.split()).startswith(message)

@@ -201,7 +201,9 @@ class TestQuorum:
             ("0,0", 2, 5, 0, (0, 1)),
         ],
     )
-    def test_by_hand(self, answers, quorum, grace, delay, participating):
+    def test_who_is_waited_for_decides_the_delay(
+        self, answers, quorum, grace, delay, participating
+    ):
         method = methods.get(
             "decoupled_diloco",
             answer_steps=answers,

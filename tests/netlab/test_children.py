@@ -40,7 +40,7 @@ def group():
     group.wait()
 
 
-def test_all_go_well(group, tmp_path):
+def test_children_that_end_well_leave_what_they_wrote(group, tmp_path):
     start(group, "print('one')", tmp_path / "log")
     start(group, "pass")
     assert group.wait() == 0

@@ -131,7 +131,7 @@ def test_a_region_sends_and_receives_once_a_round(num, name):
         assert len(set(targets)) == len(targets)
 
 
-def test_errors():
+def test_wrong_arguments_are_named():
     state = equal_state(3)
     with pytest.raises(ValueError, match="collective='star' must be one of"):
         collective_cost(state, "star", 1.0)

@@ -165,7 +165,7 @@ def test_of_fewer_than_three_regions_none_is_late_alone():
         assert watch.observe(alone) == []
 
 
-def test_worked_by_hand():
+def test_a_robust_score_by_hand():
     """Times 1, 2, 3, 4, 9: median 3, MAD 1; 9 is 6 / 1.4826 away."""
     past = np.array([1.0, 2.0, 3.0, 4.0, 9.0])
     median = np.median(past)

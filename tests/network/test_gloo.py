@@ -54,7 +54,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize(("state", "phases", "ends"), BY_HAND.values(), ids=BY_HAND)
-def test_by_hand(state, phases, ends):
+def test_seconds_of_phases_by_hand(state, phases, ends):
     assert seconds_of(state, phases, [0] * len(ends)) == ends
 
 
@@ -88,7 +88,7 @@ def test_formula_of_the_docstring():
         (4, 24 * MIB, 6),
     ],
 )
-def test_segments(num, num_bytes, segments):
+def test_a_segment_is_a_mebibyte_at_most(num, num_bytes, segments):
     phases = gloo.all_reduce_phases(num, num_bytes)
     assert [phase.sizes.shape for phase in phases] == [((num - 1) * segments, num)] * 2
     largest = max(phase.sizes.max() for phase in phases)
@@ -156,7 +156,7 @@ def test_an_order_gives_each_region_its_rank():
     assert collective_cost(state, "gloo", 20, (1, 0, 2)).bytes_sent == (24, 28, 28)
 
 
-def test_limits():
+def test_nothing_takes_no_time_and_a_cut_link_takes_for_ever():
     assert collective_cost(equal_state(3, 1.0), "gloo", 0).seconds == 0
     rate = np.array([[np.inf, 0.0], [1.0, np.inf]])
     cut = LinkState(rate, 1 - np.eye(2))

@@ -27,7 +27,7 @@ def quorum_share(failures, total, quorum):
     )
 
 
-def test_by_hand():
+def test_shares_of_the_time_by_hand():
     """F 100, R 50, s 100 ln 2: a stretch is tried 2 times, 150 s for a failure."""
     failures = Failures(100, 50)
     stretch = 100 * math.log(2)
@@ -107,7 +107,7 @@ def test_the_same_seed_draws_the_same():
     assert one == other
 
 
-def test_refusals():
+def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="between_s=0 must be positive"):
         Failures(0, 1)
     with pytest.raises(ValueError, match="repair_s=-1 must be finite"):

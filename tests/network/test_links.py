@@ -54,7 +54,7 @@ LINK = Link(1.0, 0.0)
         (lambda: uniform(0, LINK), "num_regions=0 must be at least 1"),
     ],
 )
-def test_errors(make, message):
+def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -171,7 +171,7 @@ def test_file_is_read_as_documented(tmp_path):
         ({"regions": [1, 2], "links": [{"from": 1, "to": 1}]}, "must name two regions"),
     ],
 )
-def test_bad_tables(table, message):
+def test_a_table_that_makes_no_links_is_named(table, message):
     with pytest.raises(ValueError, match=message):
         parse_topology(table)
 

@@ -266,6 +266,6 @@ PAIR_S = (1.0, 1.0)
         ),
     ],
 )
-def test_errors(make, message):
+def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()

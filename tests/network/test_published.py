@@ -61,7 +61,7 @@ def test_data_parallel_in_closed_form():
     )
 
 
-def test_dilocox():
+def test_the_published_speedup_of_dilocox():
     speedup = published.dilocox_speedup()
     assert speedup.dilocox.utilization() == 1.0
     assert speedup.dilocox_tokens_per_s == pytest.approx(3728)

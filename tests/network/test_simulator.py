@@ -223,7 +223,7 @@ def test_layers_wait_inside_the_forward_pass():
     assert timeline.syncs[0].stall_s == pytest.approx(2.5)
 
 
-def test_strided_layers():
+def test_of_a_strided_fragment_the_last_layer_leaves_first():
     sizes = work(3, 2, num_layers=5).messages((0, 1))
     assert sizes == [(layer, GB) for layer in (4, 3, 2, 1, 0)]
 
@@ -272,7 +272,7 @@ def test_summary_by_hand():
         (((1.0,) * 3, (1.0, 1.0), 2), 1, "num_layers=2 must be 1 or at least"),
     ],
 )
-def test_errors(sizes, num_steps, message):
+def test_wrong_arguments_are_named(sizes, num_steps, message):
     with pytest.raises(ValueError, match=message):
         simulate(PAIR, Workload(*sizes), staggered(1), num_steps)
 

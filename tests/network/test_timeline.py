@@ -104,7 +104,7 @@ def test_trace_holds_every_sync_and_no_overlapping_spans(timeline, tmp_path):
             assert left["ts"] + left["dur"] <= right["ts"] + 1e-3
 
 
-def test_plot_is_drawn(timeline, tmp_path, monkeypatch):
+def test_a_plot_leaves_out_syncs_beyond_the_most(timeline, tmp_path, monkeypatch):
     plot_timeline(timeline, tmp_path / "all.png", "all")
     monkeypatch.setattr(trace, "MAX_SYNCS", 2)
     plot_timeline(timeline, tmp_path / "some.png", "all")

@@ -46,7 +46,7 @@ def assert_like_the_program(case, sync, params, state):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_on_one_device(case):
+def test_after_a_step_on_one_device_it_is_the_program(case):
     name, options = CASES[case]
     params = plain.stacked(plain.make_params())
     sync = cc.RegionSync(cc.methods.get(name, **options), params, plain.NUM_REGIONS)

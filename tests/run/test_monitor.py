@@ -281,7 +281,7 @@ def test_every_process_has_its_own_port(own_region, port, monkeypatch):
         ("--metrics_port=9100", "--metrics_port=9100 needs a package that is not"),
     ],
 )
-def test_flags(flag, line, refused, tmp_path, monkeypatch):
+def test_wrong_flags_are_refused_in_a_line(flag, line, refused, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     workdir = tmp_path / "run"
     error = refused(train, "--preset=smoke", f"--workdir={workdir}", flag)

@@ -210,7 +210,9 @@ class TestRecordsOfAnotherNumberOfProcesses:
 
     @pytest.mark.parametrize("num_saved", [1, 2])
     @pytest.mark.parametrize("process", [0, 1])
-    def test_they_are_kept(self, written, monkeypatch, process, num_saved):
+    def test_records_up_to_a_position_are_kept(
+        self, written, monkeypatch, process, num_saved
+    ):
         folder, saved = written
         monkeypatch.setattr(jax, "process_index", lambda: process)
         position = resume.position(saved[:num_saved])

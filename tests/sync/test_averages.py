@@ -125,7 +125,7 @@ def test_bytes_are_those_of_what_the_mean_is_taken_of():
          r"merge_rule='sum' is unknown; use one of \('mix', 'replay'\)"),
     ],
 )  # fmt: skip
-def test_errors(call, message):
+def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -144,12 +144,12 @@ def test_each_at_its_own_rhythm():
     ("text", "expected"),
     [("3,6", Moments(3, 6)), ("0, 1", Moments(0, 1)), ("", None), ("0,0", None)],
 )
-def test_a_text_is_read(text, expected):
+def test_moments_are_read_from_a_text(text, expected):
     assert Moments.parse(text) == expected
 
 
 @pytest.mark.parametrize("text", ["3", "3,6,9", "3,x", "-1,2"])
-def test_no_such_text(text):
+def test_a_text_that_says_no_moments_is_refused(text):
     with pytest.raises(ValueError, match=f"sync_moments='{text}' must be two numbers"):
         methods.get("des_loc", sync_moments=text)
     with pytest.raises(ValueError, match="first=-1 must be at least 0"):

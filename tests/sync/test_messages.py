@@ -37,7 +37,7 @@ def ranked():
     )
 
 
-def test_as_it_is():
+def test_a_message_as_it_is_keeps_and_changes_nothing():
     message = AsIs()
     assert message.compressor() is None
     assert message.init(PART) == ()
@@ -47,7 +47,7 @@ def test_as_it_is():
     assert not message.is_ranked
 
 
-def test_compressed():
+def test_a_compressed_message_has_the_bytes_and_memory_of_its_codec():
     message = AsIs().compressed(compression.parse("ef+int8"))
     assert isinstance(message, Compressed)
     assert message.at(7).compressor() is message.by
@@ -197,7 +197,7 @@ ODD = per_step.PerStep("odd", lambda params: (), lambda g, state, key: (g, state
         (lambda: matchings(0), "num_regions=0 must be at least 1"),
     ],
 )
-def test_errors(call, message):
+def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 

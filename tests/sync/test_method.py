@@ -161,7 +161,7 @@ class TestCompressed:
 
 
 class TestWeighted:
-    def test_by_name(self):
+    def test_weights_are_given_by_their_name(self):
         assert methods.get("diloco").sync.weigh is None
         assert methods.get("diloco", region_weights="tokens").sync.weigh(1, 5) == 5
         name = "decoupled_diloco"
@@ -177,13 +177,13 @@ class TestWeighted:
             ("noloco", "tokens", "'noloco': it has outer parameters in every region"),
         ],
     )
-    def test_errors(self, name, weights, message):
+    def test_wrong_arguments_are_named(self, name, weights, message):
         with pytest.raises(ValueError, match=message):
             methods.get(name, region_weights=weights)
 
 
 class TestPlaced:
-    def test_it_moves(self):
+    def test_the_outer_state_is_placed_where_the_argument_says(self):
         method = methods.get("diloco", outer_placement="divided")
         assert method.sync.outer.placement == "divided"
         assert methods.get("diloco").sync.outer.placement == "host"
@@ -214,7 +214,7 @@ class TestBind:
              "regions=2 must be 4 for method='decoupled_diloco' and its arguments"),
         ],
     )  # fmt: skip
-    def test_errors(self, name, options, step_times, message):
+    def test_wrong_arguments_are_named(self, name, options, step_times, message):
         regions = Regions(step_times, (1,) * len(step_times))
         with pytest.raises(ValueError, match=message):
             methods.get(name, **options).bind(regions)
@@ -268,7 +268,7 @@ def test_a_pseudo_gradient_is_old_minus_new_in_the_outer_dtype():
     np.testing.assert_array_equal(difference["w"], [1 / 512, -2.0])
 
 
-def test_places():
+def test_what_is_divided_or_of_pairs_stays_in_the_program():
     assert SHARED.placed("divided") == dataclasses.replace(SHARED, placement="divided")
     assert SHARED.only_in_program is None
     assert "divided over the inner mesh" in SHARED.placed("divided").only_in_program
@@ -288,6 +288,6 @@ def test_places():
         (lambda: nesterov(math.inf, 0.9), "outer_lr=inf must be positive and finite"),
     ],
 )  # fmt: skip
-def test_errors(call, message):
+def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()

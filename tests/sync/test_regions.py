@@ -18,7 +18,7 @@ def made(tenths):
     return Regions(tuple(k / 10 for k in tenths), (1,) * len(tenths))
 
 
-def test_by_hand():
+def test_steps_and_sequences_of_unequal_regions_by_hand():
     """Step times 1, 1.5 and 2: steps end at 1 2 3 4, at 1.5 3, and at 2 4."""
     regions = Regions((1.0, 1.5, 2.0), (4, 2, 8))
     assert regions.num == 3
@@ -30,7 +30,7 @@ def test_by_hand():
     ]  # fmt: skip
 
 
-def test_alike():
+def test_regions_that_are_alike_take_part_in_every_step():
     regions = Regions.alike(3)
     assert regions.are_even
     np.testing.assert_array_equal(regions.participating(5, 2), np.ones((2, 3)))
@@ -104,6 +104,6 @@ def test_if_nobody_did_a_step_all_count_alike():
         ((1.0, 2.0), (1, 0), r"batch_sizes=\(1, 0\) must be at least 1"),
     ],
 )
-def test_errors(step_times, batch_sizes, message):
+def test_wrong_arguments_are_named(step_times, batch_sizes, message):
     with pytest.raises(ValueError, match=message):
         Regions(step_times, batch_sizes)

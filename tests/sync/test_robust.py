@@ -56,7 +56,7 @@ def reference(lengths, weights, above, mean):
     st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=M, max_size=M),
     st.sampled_from(["weighted", "clip"]),
 )
-def test_judgement(lengths, weights, mean):
+def test_lengths_are_judged_as_numpy_does(lengths, weights, mean):
     weights = np.array(weights, np.float32)
     if weights.sum() == 0:
         weights[0] = 1
@@ -71,7 +71,7 @@ def test_judgement(lengths, weights, mean):
     assert np.isfinite(scaled).all()
 
 
-def test_by_hand():
+def test_outliers_and_nonsense_are_left_out_by_hand():
     """Lengths 1, 2, 3, nan, 40: median 2.5; 40 is above 5 times that, and 3 is not."""
     lengths = jnp.array([1.0, 2.0, 3.0, jnp.nan, 40.0])
     weights = jnp.full(5, 0.2)
@@ -91,7 +91,7 @@ def test_by_hand():
     st.integers(1, M),
     st.sampled_from([0.0, 0.1, 0.25, 0.4]),
 )
-def test_trimmed_mean(values, num, trim):
+def test_a_trimmed_mean_is_that_of_numpy(values, num, trim):
     """Of the first `num` regions; the others are nonsense."""
     counted = np.arange(M) < num
     values[num:] = np.nan
@@ -140,7 +140,7 @@ def test_a_message_of_zeros_says_zero(name):
 
 
 class TestArguments:
-    def test_read(self):
+    def test_a_robust_mean_is_read_from_its_text(self):
         of = robust.Robust.of
         assert of(None, "clip") == robust.Robust(math.inf, "clip")
         assert of(4.0, "trim:0.25") == robust.Robust(4.0, "trim", 0.25)

@@ -145,7 +145,7 @@ def test_missing_parameters_are_named():
         (lambda: unwrap(secant.secant)(None), "base=None must be one of"),
     ],
 )
-def test_wrong_arguments(build, message):
+def test_wrong_arguments_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
 

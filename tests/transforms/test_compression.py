@@ -183,7 +183,7 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("text", BOUNDS)
-def test_error_bounds(text):
+def test_errors_stay_within_their_bounds(text):
     @given(vectors)
     @settings(max_examples=50, deadline=None)
     def stays_within_its_bound(x):
@@ -421,7 +421,7 @@ def test_low_rank_recovers_after_a_matrix_of_zeros():
         ((1024, 16, 64), (1024, 1024)), ((12, 1024, 16, 64), (12288, 1024)),
     ],
 )  # fmt: skip
-def test_matrix_shape(shape, matrix):
+def test_a_tensor_is_the_squarest_matrix_of_its_axes(shape, matrix):
     assert compressor.matrix_shape(shape) == matrix
 
 

@@ -26,7 +26,7 @@ def decoded(x):
     return np.asarray(DECODE(ENCODE(x)))
 
 
-def test_by_hand():
+def test_codes_and_table_by_hand():
     """Mean 2, squares 36 + 4 + 4 + 16 + 36 = 96, sigma sqrt(24) = 4.899.
 
     A bin is 7.348 wide: -6 - 2.25 sigma is below all, so code 0 is not used.

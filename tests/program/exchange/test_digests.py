@@ -62,7 +62,7 @@ def test_the_scale_is_the_root_mean_square():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64])
-def test_other_types(dtype):
+def test_one_value_more_is_seen_in_every_dtype(dtype):
     first = part(40, dtype)
     other = {**first, "w": first["w"].at[3].add(1)}
     assert mark(first).bits != mark(other).bits

@@ -199,7 +199,9 @@ def loss_fn(params, batch, key):
         ("diloco", {}, None),
     ],
 )  # fmt: skip
-def test_every_step(mesh, name, options, kind):
+def test_an_exchange_at_every_step_sends_its_message_and_no_more(
+    mesh, name, options, kind
+):
     method = methods.get(name, **options)
     made = method.per_step
     state = ()

@@ -77,7 +77,7 @@ def kinds_in(mesh):
 
 @pytest.mark.parametrize("inside", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("length", [1, 2])
-def test_sums_and_means(length, inside):
+def test_sums_and_means_are_those_over_all_regions(length, inside):
     mesh = mesh_of(length, *inside)
     x = np.random.default_rng(0).normal(size=(4, 6, 2)).astype(np.float32)
     placed = jax.device_put(x, regional(mesh, ("data", "model")))

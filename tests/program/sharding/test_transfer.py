@@ -88,7 +88,7 @@ def test_shards_of_a_process_are_its_rows_in_order(axis):
     assert transfer.first_local_row(placed, axis) == 0
 
 
-def test_nothing_waits(mesh, outside):
+def test_a_move_returns_before_its_array_is_computed(mesh, outside):
     """A move of what is not computed yet returns before it is."""
 
     @jax.jit

@@ -465,7 +465,7 @@ class TestFailure:
         with pytest.raises(ValueError, match="holds a checkpoint of step 2, so step 2"):
             save(folder, state, program)
 
-    def test_keeping_none(self, tmp_path):
+    def test_to_keep_no_checkpoint_is_refused(self, tmp_path):
         with pytest.raises(ValueError, match="keep=0 must be at least 1"):
             Checkpoints(tmp_path, keep=0)
 

@@ -52,7 +52,7 @@ def test_the_wait_from_the_steps_to_the_arrival_is_stall():
     assert 0.1 < recorder.stall_s < longest + 1
 
 
-def test_waits_add_up():
+def test_waits_for_several_merges_add_up():
     with FlightRecorder() as recorder:
         for step in range(3):
             outer = PendingMean()

@@ -488,7 +488,9 @@ class TestNotFinite:
         return raised.value
 
     @pytest.mark.parametrize("value", [np.nan, np.inf])
-    def test_a_loss(self, tiny, tmp_path, programs, value):
+    def test_a_loss_that_is_not_finite_ends_the_run(
+        self, tiny, tmp_path, programs, value
+    ):
         why = f"loss is {value} at step 7 in region 2; last good .*: step 4. Low"
         options = {"folder": tmp_path, "cadence": {"checkpoint_every": 4}}
         self.fails(tiny, programs[loss_plus_bad], why, (value, 7, 2), **options)
@@ -510,7 +512,9 @@ class TestNotFinite:
         assert (error.step, error.region) == (3, 1)
         assert not list(tmp_path.iterdir())
 
-    def test_a_parameter(self, tiny, tmp_path, programs):
+    def test_a_parameter_that_is_not_finite_is_not_saved(
+        self, tiny, tmp_path, programs
+    ):
         """Of the last step before a checkpoint, whose loss was still finite."""
         program = programs[loss_with_bad_gradient]
         why = "a parameter is not finite at step 3 in region 1; .*: step 2"

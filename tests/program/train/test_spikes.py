@@ -18,7 +18,7 @@ from cocodc_jax.train.spikes import LossSpikeError, Spikes, SpikeWatch
 from tests.program import tiny
 
 
-def test_worked_by_hand():
+def test_a_spike_by_hand():
     """Losses 1, 2, 3, 4, 9 over and over: median 3, MAD 1; 20 is 17 / 1.4826 off."""
     watch = Spikes(10.0)
     step = 0
@@ -70,7 +70,7 @@ def test_it_goes_on_from_what_it_knew():
         assert parts.observe(i, x, 0) == expected[i]
 
 
-def test_refusals():
+def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="spike_zscore=-1.0 must be a positive number"):
         SpikeWatch(-1.0)
     with pytest.raises(ValueError, match="spike_zscore=0 finds no spikes"):

@@ -159,7 +159,7 @@ def test_a_fragment_on_its_way_is_remembered():
         ((100, 4, 1.0, 0.001, 1.0), 100),  # Never more than one a step.
     ],
 )
-def test_syncs_that_fit(arguments, expected):
+def test_as_many_syncs_fit_as_the_network_carries(arguments, expected):
     assert syncs_that_fit(*arguments) == expected
 
 

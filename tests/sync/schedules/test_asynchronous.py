@@ -38,7 +38,7 @@ def ticks_of(came, region):
     return [step for step, now in came if region in now]
 
 
-def test_by_hand():
+def test_steps_of_regions_of_unequal_speed_by_hand():
     """Step times 1, 2 and 1.5, H = 4: after 4 steps, 2 steps of 2, 2 steps of 1.5."""
     schedule = made([1.0, 2.0, 1.5], 4)
     assert [schedule.local_steps(m) for m in range(3)] == [4, 2, 2]
@@ -47,7 +47,7 @@ def test_by_hand():
                     (12, [0, 1, 2])]  # fmt: skip
 
 
-def test_of_equal_steps():
+def test_regions_that_are_not_dynamic_take_equally_many_steps():
     schedule = made([1.0, 2.0, 1.5], 4, is_dynamic=False)
     _, came = walk(schedule, schedule.init(), 12)
     assert came == [(4, [0]), (6, [2]), (8, [0, 1]), (12, [0, 2])]

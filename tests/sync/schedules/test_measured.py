@@ -131,6 +131,6 @@ def test_numbers_that_are_given_make_the_plain_schedule():
          r"network_share=1.5 must be in \(0, 1\]"),
     ],
 )  # fmt: skip
-def test_refuses(make, message):
+def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
