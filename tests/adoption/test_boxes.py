@@ -146,6 +146,7 @@ def train(trainer, mesh=None):
     state, step, specs = TRAINERS[trainer]()
     axes = cc.sync_axes(METHOD, state=state)
     state = laid_out(axes, state)
+
     if mesh is None:
         step = jax.jit(mapped(step, axes))
     else:
@@ -157,6 +158,7 @@ def train(trainer, mesh=None):
             NamedSharding(mesh, spec if lead is None else P("diloco", *spec))
             for lead, spec in zip(leads, specs, strict=True)
         )
+
         state = jax.device_put(state, shardings)
         # As trainers compile theirs: what goes in and out has the metadata's shardings.
         step = mapped(step, axes, spmd_axis_name="diloco")
@@ -179,16 +181,19 @@ def test_all_of_a_fragment_is_divided_as_its_parameters_are(trainer):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("diloco", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     state, loss = train(trainer, mesh)
+
     divided = arrays(state)
     shared = ("outer", "trace", "means")
     checked = set()
     for path, x in divided.items():
         if not path.endswith(("layers/kernel", "layers/Dense_0/kernel", "head/kernel")):
             continue
+
         name = next((name for name in shared if f"/{name}/" in f"/{path}"), "regional")
         lead = [] if name in shared else ["diloco"]
         # A row of the stack is a whole one of what is divided.
         spec = ["fsdp", None] if "head" in path else [None, None, "fsdp"]
+
         expected = NamedSharding(mesh, P(*lead, *spec))
         assert x.sharding.is_equivalent_to(expected, x.ndim), (path, x.sharding)
         checked.add(name)

@@ -25,9 +25,11 @@ def test_nnx_keeps_a_copy_of_where_the_gradient_was_taken():
         optax.chain(delay_compensation("outer_product", strength=0.5), optax.sgd(0.1)),
         wrt=nnx.Param,
     )
+
     old = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
     start = np.asarray(model.kernel[...])
     ones = jax.tree.map(jnp.ones_like, old)
+
     ratios = []
     kernels = []
     for _ in range(2):

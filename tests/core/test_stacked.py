@@ -58,8 +58,10 @@ def plain_loop():
     """
     gradient = jax.jit(jax.vmap(jax.grad(loss_of)))
     step = jax.jit(jax.vmap(ADAM.update))
+
     params = jax.device_get(in_all(make_params()))
     state = jax.vmap(ADAM.init)(params)
+
     outer = {name: x["kernel"].astype(np.float64) for name, x in make_params().items()}
     momentum = {name: np.zeros_like(x) for name, x in outer.items()}
     in_flight = {}

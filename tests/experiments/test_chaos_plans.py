@@ -225,6 +225,7 @@ def test_harm_to_a_folder_is_undone_where_it_lasts(tmp_path, detail):
 
     with story._folder_fault(detail, folder, key):
         there = {p.name: p for p in folder.iterdir()} if folder.exists() else {}
+
         if detail == "away":
             assert not folder.exists()
         elif detail == "emptied":

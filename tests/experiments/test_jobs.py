@@ -132,10 +132,12 @@ def test_sigterm_ends_the_wait_for_a_region_that_is_frozen(
         run.until(lambda: min(map(run.step, range(2))) > 8)
         frozen.send(signal.SIGSTOP)
         time.sleep(5)  # All of its messages are merged: the other waits for it.
+
         begin_s = time.monotonic()
         first.processes[-1].send_signal(signal.SIGTERM)
         run.until(lambda: first.code is not None, 30)
         assert first.code == STOPPED
+
         # The wait ends within two seconds; then the checkpoint is written.
         assert time.monotonic() - begin_s < 15
         assert max(steps_in(tmp_path / "region_0" / "checkpoints")) > 8
@@ -179,6 +181,7 @@ def test_both_of_two_go_on_once_the_one_that_was_killed_is_back(tmp_path, corpus
             run.regions[lost].send(signal.SIGKILL)
             run.until(lambda lost=lost: not run.regions[lost].is_running)
             time.sleep(8)  # It counts as dead, and the other one waits.
+
             run.regions[lost].start()
             stays = 1 - lost
             run.until(lambda r=stays: run.lines(r, "joins.jsonl")[-1]["carried"])

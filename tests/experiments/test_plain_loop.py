@@ -27,12 +27,15 @@ def test_a_region_that_was_stopped_goes_on_from_its_own_checkpoint(tmp_path):
     alone = place(tmp_path, f"--via={tmp_path / 'messages'}", "--regions=1")
     folder = tmp_path / "region_0"
     ends = []
+
     for life in range(2):
         region = plain_loop.Region(alone, tmp_path, 0.0, checkpoint_every=1000)
         thread = threading.Thread(target=region.train)
         thread.start()
+
         syncs_before = 3 * life
         wait_until(lambda num=syncs_before: len(records(folder, "syncs.jsonl")) > num)
+
         region.stop()
         thread.join(60)
         ends.append(records(folder, "metrics.jsonl")[-1]["step"])

@@ -89,6 +89,7 @@ def logits(config, params, tokens):
             block = params["blocks"][layer]
             x = x + attend(norm(x, block["attention_norm"]), block["attention"])
             x = x + feed(norm(x, block["mlp_norm"]), block)
+
         head = params["embedding"].T if config.tie_embeddings else params["head"]
         logits.append(norm(x, params["norm"]) @ head)
     return np.stack(logits)

@@ -65,10 +65,12 @@ def test_the_files_of_adapters(config, tmp_path):
     hugging_face.write(tmp_path / "base", plain, base)
     hugging_face.write(tmp_path / "merged", config, params)
     hugging_face.write_adapter(tmp_path / "adapter", config, params, "somebody/model")
+
     tensors, merged = (
         load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged")
     )
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+
     at = "base_model.model."
     for layer in range(2):
         for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):

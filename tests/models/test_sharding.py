@@ -123,6 +123,7 @@ def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config,
     params, tokens, expected = _example(config)
     mesh = _mesh(region=2, data=2, model=2)
     specs = partition_specs(shapes(config), divides_embedding=True)
+
     placed = place(mesh, params, specs, "region")
     batch = jax.device_put(tokens, NamedSharding(mesh, P("region", "data")))
     halved = dataclasses.replace(
@@ -183,12 +184,15 @@ def test_positions_on_several_devices_change_no_number(config, axes):
     params, tokens, _ = _of_one_region(config)
     tokens = tokens[:, : length + 1]
     expected = jax.jit(_step(config))(params, tokens)
+
     mesh = _mesh(**axes)
     over = Layout(sequence="sequence")
     specs = partition_specs(params, (over.tokens, "model"), divides_embedding=True)
     program = _step(config, functools.partial(make_divided_loss_fn, layout=over))
+
     placed = place(mesh, params, specs)
     batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+
     with jax.set_mesh(mesh):
         compiled = jax.jit(program).lower(placed, batch).compile()
         (loss, aux), grads = compiled(placed, batch)

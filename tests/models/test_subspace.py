@@ -154,6 +154,7 @@ class TestPipeline:
         pipelined, plain, init, apply = self.programs()
         start = self.start()
         results = []
+
         for program in (pipelined, plain):
             params = start
             state = init(start)
@@ -216,16 +217,19 @@ def test_confined_steps_against_numpy():
         params = jax.tree.map(lambda x: rng.normal(size=x.shape), draw(CONFIG))
         u = NARROW.basis.astype(np.float64)
         optimizer = confined(optax.sgd(0.1, momentum=0.9), NARROW)
+
         names = {"output": True, "down": True, "embedding": False}
         ref = {
             jax.tree_util.keystr(path): [x.copy(), 0 * x, path[-1].key]
             for path, x in jax.tree_util.tree_leaves_with_path(params)
         }
+
         state = optimizer.init(params)
         for _ in range(4):
             grads = jax.tree.map(lambda x: rng.normal(size=x.shape), params)
             updates, state = optimizer.update(grads, state, params)
             params = optax.apply_updates(params, updates)
+
             for path, g in jax.tree_util.tree_leaves_with_path(grads):
                 w, m, name = ref[jax.tree_util.keystr(path)]
                 g = g @ u @ u.T if name in names else g

@@ -296,13 +296,16 @@ def sparseloco(s, interval, outer_lr, k, side, decay, over="senders"):
     x = s.params
     e = 0.0
     holes = 0
+
     for t in s.rounds(interval):
         e = decay * e + x - s.round(x, t, interval)
         sent = np.array(list(map(compress, e)))
         e = e - np.nan_to_num(sent)
+
         counts = (~np.isnan(sent)).sum(0)
         holes += (counts % s.num_regions > 0).sum()
         divisor = np.maximum(counts, 1) if over == "senders" else s.num_regions
+
         x = x - outer_lr * np.nan_to_num(sent).sum(0) / divisor
 
     assert holes > 50  # Entries that some regions sent and some did not.
@@ -316,6 +319,7 @@ def co2(s, interval, outer_lr, momentum, clip, is_measured):
     num_moves = np.int32(0)
     gaps = []
     num_clipped = 0
+
     for t in s.rounds(interval):
         leaving = (x - s.round(x, t, interval)).mean(0)
         move = np.float32(np.linalg.norm(x - began))
@@ -324,10 +328,12 @@ def co2(s, interval, outer_lr, momentum, clip, is_measured):
             gap = max(gap, move / (mean_move or move))
             num_moves += 1
             mean_move = mean_move + (move - mean_move) / np.float32(num_moves)
+
         raw = momentum * m + arriving / np.float64(gap)
         m = np.clip(raw, -clip, clip)
         gaps.append(gap)
         num_clipped += (m != raw).any()
+
         began = x
         arriving = leaving
         x = x - outer_lr * m
@@ -568,10 +574,12 @@ def asynchronous(
     anchor = s.copies()
     senders = [compress() for _ in step_times]
     arrived = set()
+
     for tick, is_arrival, m in sorted(events):
         if not is_arrival:
             local[m] = s.step(local[m], tick - 1, m)
             continue
+
         x = take(x, senders[m](anchor[m] - local[m]))
         anchor[m] = local[m] = start(x)
         arrived.add(m)
@@ -703,9 +711,11 @@ def async_sparta(s, interval, subset, decay, is_delayed):
     d = np.zeros_like(s.copies())
     sent = []
     outer = local
+
     for turn, t in enumerate(s.rounds(interval)):
         local = s.round(local, t, interval)
         sent.append(local)
+
         of = turn - is_delayed
         if of >= 0:
             drawn = subset(of)
@@ -713,6 +723,7 @@ def async_sparta(s, interval, subset, decay, is_delayed):
             kept = decay if of > 0 else 0.0
             d = np.where(drawn, kept * d + (1 - kept) * (local - old), d)
             local = np.where(drawn, old.mean(0) + d, local)
+
         outer = local
 
     left = s.num_steps % interval

@@ -80,13 +80,16 @@ def test_over_several_steps_it_gives_the_gradients_along_the_moved_path(strength
     """tau steps from staged become the gradients at x_i + D, to rounding of float64."""
     tau = 5
     staged, outer, target = (RNG.normal(size=9) for _ in range(3))
+
     path = [staged]
     for _ in range(tau):
         path.append(path[-1] - LR * HESSIAN @ (path[-1] - target))
     moved = [x + (outer - staged) for x in path[:-1]]
     wanted = outer - LR * sum(HESSIAN @ (x - target) for x in moved)
+
     curvature = hessian_vector("parameter")
     rule = merge.compensate(delay_compensation(curvature, strength), curvature.needs)
+
     with jax.enable_x64(True):
         merged, _ = rule.apply(
             *({"w": jnp.asarray(x)} for x in (path[-1], staged, outer)),

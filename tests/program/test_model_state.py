@@ -99,11 +99,14 @@ def test_a_state_that_is_not_finite_is_left_out_where_a_message_would_be():
     method = STREAMING.guarded(10.0, None)
     program = make(method)
     plain = make(STREAMING)
+
     batches = BATCHES.copy()
     batches[3, 1] = np.nan
+
     ends = []
     for run, read in ((program, batches), (program, BATCHES), (plain, BATCHES)):
         ends.append(finish(run, begun(run), 5, read)[0])
+
     bad, good, without = (np.asarray(x.region.model_state["mean"]) for x in ends)
     means = running_means(set(), 5)
     expected = np.stack([means[[0, 2, 3]].mean(0)] * 4)

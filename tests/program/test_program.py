@@ -207,12 +207,15 @@ class TestCompilation:
         method = methods.get(
             "streaming_diloco", sync_interval=2, num_fragments=1, delay_steps=1
         )
+
         params = {"w": jnp.ones(3)}
         batch = jnp.zeros((1, 1, 3))
         program = RegionProgram(loss_fn, tiny.OPTIMIZER, method, params, 1)
         state = program.init(params, jax.random.key(0))
+
         for _ in range(4):
             state, _ = program.advance(state, batch)
+
         slow = make_slowly(batch, jnp.zeros((128, 128)))
         handed_out = []
         for given in (slow, batch, batch, batch):

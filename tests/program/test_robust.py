@@ -122,6 +122,7 @@ def reference(program, num_steps, above, mean="weighted", trim=0.0, alpha=0.0):
                 messages = np.concatenate([outer[n] - w[n] for n in names[k]], axis=1)
                 is_sick = np.any([np.isnan(x).any(1) for x in w.values()], axis=0)
                 messages[is_sick] = np.nan
+
                 out, delta = mean_of(messages, above, mean, trim)
                 flights[event.sync_id] = set(out), delta
                 judged.append((step, k, out))
@@ -164,6 +165,7 @@ def test_against_numpy(case):
         if "gathered" in case:
             method = method.with_sync(message=Compressed(identity()))
         program = make_program(method, exchange)
+
         state, outputs = tiny.follow(program, start(program), stream(), 12)
         robust = method.sync.robust
         outer, w, judged = reference(
@@ -268,6 +270,7 @@ def test_a_region_is_restored_before_and_after_the_middle_of_a_delay(changes):
     )  # fmt: skip
     program = make_program(method.with_sync(**changes))
     state = start(program)
+
     batches = stream()
     kept = set()
     for _ in range(9):

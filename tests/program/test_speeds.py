@@ -177,9 +177,11 @@ def test_every_region_gets_the_times_of_all_beside_the_mean(compress):
     compressor = compress and compression.parse(compress)
     mean_of = Compressed(compressor).combine if compressor else None
     where = outer_sharding(tiny.shared_program("diloco").mesh)
+
     weights = jnp.array([0.0, 0.5, 0.25, 0.25])
     times = jnp.array([[1, 2], [3, 4], [5, 6], [7, 0]], jnp.float32)
     regions = [jax.tree.map(lambda x, m=m: x * (m + 1), part) for m in range(4)]
+
     if compressor:
         state = compressor.init(part)
         key = jax.random.key(0)

@@ -218,14 +218,17 @@ def test_two_different_trainers_in_one_run():
 
         transport = cc.Transport("elastic", place=one)
         params = nnx.state(model, nnx.Param)
+
         with cc.RegionSync(method, params, 2, transport=transport) as sync:
             params, state = sync.join(params, sync.init(params))
             nnx.update(model, params)
+
             for i in range(end):
                 step(model, optimizer, batch_of(0, i))
                 params = nnx.state(model, nnx.Param)
                 params, state = sync.after_step(params, state)
                 nnx.update(model, params)
+
             outer = sync.outer_params(state, params)
         return np.asarray(outer["layer"]["kernel"][...])
 

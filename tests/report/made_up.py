@@ -10,6 +10,7 @@ NUM_PARAMETERS = 1_000_000
 def run(method, seed=0, end=1.5, steps=300, interval=30, delay=5, num_fragments=4):
     records = []
     sent = 0
+
     for step in range(1, steps + 1):
         if method == "data_parallel":
             sent += 4 * NUM_PARAMETERS

@@ -74,6 +74,7 @@ class Lab:
         for dest, message in member.outbox:
             if self.lost[region, dest]:
                 continue
+
             seconds = 0.04 * self.random.uniform(0.8, 1.3)
             if isinstance(message, Row | Decision | Choice):
                 big = isinstance(message, Row) or len(message.rows) > 0
@@ -162,11 +163,14 @@ class Lab:
                 self.train(region)
                 if self.is_stopped(region):
                     continue
+
                 member.tick(self.clock(region))
                 self.post(region)
+
                 present = tuple(member.view.seats)
                 silences = member.silent(self.clock(region))
                 self.watches[region].silent(silences)
+
                 for measured in member.times.finished(present, self.clock(region)):
                     faulty = self.watches[region](measured, present)
                     member.shunned, member.detours = faulty

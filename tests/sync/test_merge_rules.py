@@ -103,6 +103,7 @@ def test_each_rule_is_its_formula(parts, moment, name):
         correction = optax.tree.sub(merged, replay)
         progress = optax.tree.sub(*parts[:2])
         expected = optax.tree.norm(correction) / optax.tree.norm(progress)
+
         np.testing.assert_allclose(
             metrics["correction_ratio"], expected, rtol=1e-5, atol=1e-6
         )

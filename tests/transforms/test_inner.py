@@ -85,11 +85,13 @@ def test_three_steps_are_the_formula():
         for i in range(3):
             gradients = jax.tree.map(lambda p, i=i: np.cos(3 * p + i), x)
             x, state = jax.device_get(advance(x, state, gradients))
+
             for n, w in weights.items():
                 buffers[n] = 0.9 * buffers[n] + np.cos(3 * w + i)
                 size = np.sqrt(w.shape[2] / w.shape[1])
                 polar = np.stack([newton_schulz(b) for b in buffers[n]])
                 weights[n] = w - 0.1 * (size * polar + 0.2 * w)
+
                 np.testing.assert_allclose(
                     x["blocks"]["mlp"][n], weights[n], rtol=0, atol=1e-6
                 )

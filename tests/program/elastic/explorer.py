@@ -162,10 +162,12 @@ class World:
         member = life.member
         if not member.is_announced and self.round - life.born >= LISTENS:
             member.announce(float(self.round))
+
         if not member.is_in or (life.step is None and not self.begin(life)):
             return
         if len(life.waits) >= AT_ONCE:
             return
+
         for joiner, boot in member.joiners(float(self.round)).items():
             member.admit(joiner, boot, life.step, member.oldest_step)
             copy = dict(life.log), set(life.waits), member.oldest_step, life.own_step
@@ -306,21 +308,26 @@ def play(world, faults):
                 life.inbox = []
                 for message in waiting:
                     world.deliver(message, life)
+
         if not world.sent:
             break
+
         message = world.sent.popleft()
         dest, sender, _, content = message
         receivers = [x for x in world.lives if x.member.region == dest]
         if not receivers or world.is_cut(sender, dest):
             continue
+
         fault = faults.get(num)
         num += 1
         if fault == "lost":
             continue
+
         if fault in ("late", "twice"):
             world.late.append(message)
             if fault == "late":
                 continue
+
         for life in receivers:
             life.inbox.append(message)
 
@@ -371,12 +378,15 @@ def settles(world):
     steps = [x.step or 0 for x in world.lives]
     for _ in range(6):
         play(world, {})
+
     regions = sorted(x.member.region for x in world.lives)
     hold(regions == list(range(world.num)), f"all go on: lives of {regions}")
     hold(len(views) == 1, f"all go on: in {views}")
+
     for region, boot in [x.member.life for x in world.lives]:
         newest = world.newest[region]
         hold(boot == newest, f"one life: {boot} of {region}, and {newest} was newer")
+
     on = [x.step or 0 for x in world.lives]
     hold(
         all(b > a for a, b in zip(steps, on, strict=True)), f"all go on: {steps}, {on}"
@@ -444,10 +454,12 @@ def rounds_from(state, left, num_faults, explored):
             strike(world, *fault)
         base = packed(world)
         rest = left - len(struck)
+
         num = 1 << 30
         for count in range(rest + 1):
             if count and num == 1 << 30:
                 break
+
             which = itertools.combinations(range(num), count) if count else [()]
             for places in which:
                 for kinds in itertools.product(OF_A_MESSAGE, repeat=count):
@@ -459,9 +471,11 @@ def rounds_from(state, left, num_faults, explored):
                     except Broken as error:
                         error.at = events
                         raise
+
                     explored.rounds += 1
                     if not count:
                         num = sent
+
                     yield packed(world), len(struck) + count, events
 
 

@@ -54,6 +54,7 @@ class Toy:
         row = f"{self.link.region} {self.step}".encode()
         self.flights[self.step] = self.link.send((0, self.step), row)
         time.sleep(seconds)
+
         marks = []
         due = self.step - DELAY
         if due in self.flights:
@@ -64,6 +65,7 @@ class Toy:
                 self.outer = hashlib.sha256(text.encode()).hexdigest()[:15]
                 if self.step == spoils_at:
                     self.outer = "f" * 15
+
                 value = int(self.outer, 16)
                 marks.append(Mark((0, due), value, value / 16**15, 1.0))
                 self.write(sync=due, outer=self.outer, regions=[r for r, _ in rows])
@@ -116,6 +118,7 @@ def main():
             link.hears_others(8 * timing.beat_s)
             with (folder / f"{place.region}-{os.getpid()}.jsonl").open("a") as out:
                 toy = Toy(link, out)
+
                 try:
                     toy.begin(link.join(60))
                     toy.write(joined=toy.step, life=link.boot)

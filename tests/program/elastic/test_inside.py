@@ -95,12 +95,15 @@ def test_all_processes_take_the_same_decisions(regions):
 def test_all_processes_are_let_in_with_one_copy_and_fall_behind_together(regions):
     (single,), three = regions
     at_once(lambda link: link.join(30), [single, *three])
+
     for link in reversed(three):
         link.__exit__(None, None, None)
     single.send((0, 4), b"a").result(30)
+
     place = three[0].place
     back = meet(place, 3)
     regions[1][:] = back
+
     copy = Snapshot(9, {"x": [1, 2]}, (b"abc", b""))
     thread = threading.Thread(target=meeting.let_in, args=(single, copy))
     thread.start()

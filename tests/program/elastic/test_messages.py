@@ -47,6 +47,7 @@ def test_anything_else_is_refused_and_nothing_else_happens(data):
         lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(), x, max_size=2),
         max_leaves=4,
     )
+
     where = data.draw(st.sampled_from(["kind", "from", "run", "body", "field", "raw"]))
     if where == "raw":
         frames[0] = data.draw(st.binary(max_size=64))

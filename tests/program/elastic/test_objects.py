@@ -240,12 +240,15 @@ def test_names_that_no_member_made_are_not_opened(tmp_path, monkeypatch):
     first, second = places(2, tmp_path)
     with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
         join(one, two)
+
         strange = [f"001-{two.boot:020}-{10**9 + n:010}-1-{n:016x}" for n in range(500)]
         for name in [*strange, *(f"strange {n}" for n in range(500))]:
             (tmp_path / name).write_bytes(b"")
+
         mean([one, two], 4)
         wait_until(lambda: set(strange) <= one._channel._seen)
         mean([one, two], 8)
+
     assert opened
     assert not {*opened} & {*strange}
 

@@ -64,15 +64,19 @@ def combined(shards, members, compressor, kind):
         lambda x: np.tensordot(weights.astype(float), x, axes=1), decode(messages)
     )
     shapes = jax.eval_shape(lambda m: jax.tree.map(lambda x: x[0], m), messages)
+
     rows = flat_buffer.pack(messages)
     size = rows.shape[1]
     rows = jnp.pad(rows, ((0, 0), (0, -size % members)))
+
     everywhere = NamedSharding(mesh, P())
     rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, INSIDE)))
     weights = jax.device_put(weights, everywhere)
+
     mean_of = Compressed(compressor).combine if compressor else None
     combine = combining.make_combine(mean_of, everywhere, shapes, all_reduce=kind)
     program = jax.jit(combine, out_shardings=everywhere).lower(rows, weights).compile()
+
     mean, _ = program(rows, weights)
     listed = read.collectives(hlo.parse(program.as_text()), dict(mesh.shape))
     seen = [(x.kind, x.array.dtype, x.array.dims, x.axes) for x in listed]

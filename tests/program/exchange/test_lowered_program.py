@@ -60,21 +60,26 @@ def test_programs_are_listed_with_the_arguments_that_they_get(name):
     data, overlap = (1, "yes") if name == FUSED else (2, "auto")
     mesh = make_mesh(tiny.NUM_REGIONS, data, devices=jax.devices()[:4])
     name = name.split(",")[0]
+
     program = tiny.program_of(
         methods.get(name, **FAMILY[name]),
         mesh,
         param_specs=tiny.SPECS | {"embed": P(None, "model")},
         transport=Transport(overlap=overlap),
     )
+
     watched = Watched()
     program._use(program._assemble(watched))
+
     state = tiny.start(program)
     num_steps = program.steps_to_event(state) or 2
     for _ in range(4):
         state, _ = tiny.finish(program, state, num_steps)
+
     batches = shapes_of_batches(num_steps)
     listed = {lowered.name: lowered for lowered in program.list_programs(batches)}
     program.mean_params(state)
+
     per_fragment = {"data_parallel": 0, "noloco": 3}.get(name, 2)
     if overlap == "yes":  # The window is all.
         per_fragment = 1

@@ -154,10 +154,12 @@ def test_a_state_may_be_donated_as_soon_as_it_is_handed_over(tiny, tmp_path):
         methods.get("diloco", sync_interval=1), optimizer=optax.sgd(1.0), params=params,
         loss=lambda p, batch, key: ((p["w"] - batch.mean()).sum(), {}),
     )  # fmt: skip
+
     state = program.init(params, jax.random.key(0))
     batch = np.zeros((1, 4, 1), np.float32)
     for _ in range(2):
         state, _ = program.advance(state, batch)
+
     held = np.array(state.region.params["w"]), np.array(state.sync.outer.params[0]["w"])
     with Checkpoints(tmp_path) as checkpoints:
         state = checkpoints.save(program, state, {})
@@ -364,14 +366,17 @@ class TestFailure:
                 (folder / step / checksums.FILE).unlink()
 
         damage(folder / "4", harm)
+
         with Checkpoints(folder) as checkpoints:
             state, extra = checkpoints.restore(program)
             assert (state.step, extra) == (2, {"at": 2})
             assert checkpoints.latest_step == 2
+
             said = capsys.readouterr().err
             moved = "moved to damaged_4, and step 2 is restored"
             assert re.search(rf"in {folder}: step 4: {why}.*; {moved}", said)
             assert said.count("\n") == 1
+
             # And the run comes to its step again.
             state, _ = tiny.finish(program, state, 2)
             checkpoints.save(program, state, {"at": 4})
@@ -388,6 +393,7 @@ class TestFailure:
         program, folder = copied
         why = "it holds step 4: the folder was renamed, copied or linked"
         at = 6
+
         if how == "renamed":
             (folder / "4").rename(folder / "6")
         elif how == "copied":

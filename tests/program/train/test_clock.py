@@ -39,6 +39,7 @@ def merged(outer):
 def test_the_wait_from_the_steps_to_the_arrival_is_stall():
     steps = PendingMean()
     outer = PendingMean()
+
     with FlightRecorder() as recorder:
         recorder.stepped(4, steps, merged(outer))
         time.sleep(0.05)  # Inner steps still run: no stall.
@@ -66,10 +67,12 @@ def test_a_flight_from_its_start_to_its_merge():
     """Started at 2, there 0.2 s later, merged at 4, where nobody waited for it."""
     mean = PendingMean()
     steps = PendingMean()
+
     with FlightRecorder(earlier_s=100.0) as recorder:
         recorder.stepped(2, READY, [])
         recorder.started(1, 2, READY, {"w": mean})
         recorder.stepped(4, steps, merged(READY))
+
         time.sleep(0.2)
         mean.gate.set()
         time.sleep(0.1)
@@ -201,13 +204,16 @@ def test_who_hands_out_a_merge_may_wait_for_its_mean():
     """Steps of 0.1 s; then the mean of other regions is waited for on the host."""
     future = Future()
     steps = PendingMean()
+
     with FlightRecorder() as recorder:
         recorder.stepped(2, READY, [])
         recorder.started(1, 2, READY, arriving.PendingMean(future))
         recorder.stepped(4, steps)
+
         time.sleep(0.2)
         steps.gate.set()
         time.sleep(0.8)
+
         future.set_result(arriving.InFlight(jnp.ones(3), {}))
         time.sleep(0.1)
         recorder.stepped(4, steps, merged(READY))

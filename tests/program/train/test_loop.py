@@ -79,14 +79,17 @@ def test_one_program_leaves_records_and_timeline_as_they_are(tiny, tmp_path):
     mesh = make_mesh(tiny.NUM_REGIONS, devices=jax.devices()[:4])
     evaluate = make_evaluate(tiny.loss_fn, mesh, tiny.make_batch(99))
     runs = []
+
     for overlap in ("no", "yes"):
         program = tiny.make_program(
             "streaming_diloco", mesh, transport=Transport("program", overlap=overlap)
         )
+
         run = Run(
             tiny, program, 13, folder=tmp_path / overlap, evaluate=evaluate,
             cadence={"eval_every": 3, "checkpoint_every": 4},
         )  # fmt: skip
+
         norms = [r.pop("pseudo_gradient_norm") for r in run.of_kind("sync")]
         flights = run.result.timeline["syncs"]
         names = ("fragment", "start_step", "apply_step", "num_bytes")
@@ -134,6 +137,7 @@ class TestRecords:
         losses = np.concatenate([np.asarray(o.losses) for o in outputs])
         syncs = [sync for output in outputs for sync in output.syncs]
         run = Run(tiny, program, 12, cadence={"eval_every": 4}, evaluate=evaluate)
+
         for i, record in enumerate(run.of_kind("train")):
             window = losses[3 * i : 3 * i + 3].astype(np.float64)
             assert record["step"] == 3 * i + 3

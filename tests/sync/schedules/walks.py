@@ -32,6 +32,7 @@ def walk(schedule, state, end, see=None, drift=None, learns=False):
             state = after
             if event is None:
                 break
+
             events.append(event)
             if event.kind == FINISH and event.start_step > 0 and see is not None:
                 unread.append(Applied(event.fragment_id, *see(step, event)))
