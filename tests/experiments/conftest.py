@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from experiments import train
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -45,3 +47,22 @@ def run(command):
         return stdout, stderr
 
     return finish
+
+
+@pytest.fixture(scope="module")
+def programs_shared():
+    """Runs of `train` in this process share programs that are the same, as `compare`'s.
+
+    A run that goes on in a process of its own compiles them anew (test_processes.py).
+    """
+    sessions = []
+    prepare = train.prepare
+
+    def remember(*args, **kwargs):
+        session = prepare(*args, earlier=sessions[-4:], **kwargs)
+        sessions.append(session)
+        return session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "prepare", remember)
+        yield

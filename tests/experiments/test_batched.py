@@ -81,6 +81,26 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 OTHER = {"inner_lr": 9e-3, "outer_lr": 0.2, "outer_momentum": 0.5, "mixing_alpha": 0.2}
 
 
+SEEDS = (3, 4)
+
+
+def numbers_of_trials(run_config):
+    """Those of the configuration, and others."""
+    base = batched.numbers_of(run_config)
+    other = base | {name: x for name, x in OTHER.items() if name in base}
+    return base, other
+
+
+@functools.cache
+def trained_alone(method):
+    """The trials one by one, their numbers constants of the program."""
+    run_config = config(method)
+    return [
+        outcome_of(make_trials(run_config, True, numbers), [seed], [])
+        for seed, numbers in zip(SEEDS, numbers_of_trials(run_config), strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("method", "in_turn"),
     [("cocodc", True), ("cocodc", False), ("data_parallel", False)],
@@ -88,13 +108,11 @@ OTHER = {"inner_lr": 9e-3, "outer_lr": 0.2, "outer_momentum": 0.5, "mixing_alpha
 def test_a_trial_is_a_run_with_its_numbers(method, in_turn):
     """Beside a trial of other numbers; 9 float32 steps, two programs."""
     run_config = config(method)
-    base = batched.numbers_of(run_config)
-    other = base | {name: x for name, x in OTHER.items() if name in base}
-    together = outcome_of(make_trials(run_config, in_turn), [3, 4], [base, other])
+    numbers = numbers_of_trials(run_config)
+    together = outcome_of(make_trials(run_config, in_turn), SEEDS, numbers)
     assert together.steps == [4, 8, 9]
 
-    for trial, numbers in enumerate((base, other)):
-        alone = outcome_of(make_trials(run_config, True, numbers), [3 + trial], [])
+    for trial, alone in enumerate(trained_alone(method)):
         close(together.losses[trial], alone.losses[0])
         for mine, single in zip(together.evaluations, alone.evaluations, strict=True):
             for x, y in zip(mine, single, strict=True):

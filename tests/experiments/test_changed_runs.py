@@ -14,6 +14,8 @@ from cocodc_jax.report.records import read_records
 from cocodc_jax.run.resume import check_exchange
 from experiments import train
 
+pytestmark = pytest.mark.usefixtures("programs_shared")
+
 FLAGS = [
     "--preset=smoke",
     "--method=streaming_diloco",
@@ -22,7 +24,7 @@ FLAGS = [
     "--num_fragments=2",
     "--sync_interval=8",
     "--checkpoint_every=5",
-    "--log_every=8",
+    "--log_every=2",  # As far apart as events: another length is another program.
     "--eval_every=8",
 ]
 
@@ -72,9 +74,9 @@ def test_a_run_goes_on_elsewhere_and_notes_it(killed, finished, call, corpus, tm
     others = {k: v for k, v in others.items() if k in before}
     assert after == before | others | {"keep_checkpoints": 2}
     np.testing.assert_allclose(losses(killed), losses(finished), rtol=1e-4)
-    _, err = call(train, *words, f"--workdir={killed}", "--log_every=2")
+    _, err = call(train, *words, f"--workdir={killed}", "--log_every=4")
     assert f"note: the run in {killed} is finished; it was not run again with" in err
-    assert "log_every=2 (was 8)" in err
+    assert "log_every=4 (was 2)" in err
 
 
 def test_other_data_under_another_name_are_refused(finished, call, corpus, tmp_path):

@@ -22,6 +22,8 @@ from cocodc_jax.train.spikes import Spike, Spikes
 from experiments import train
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("programs_shared")
+
 MODULE = train.__name__
 # Two blocks, two fragments: half of what four and four take to compile.
 SMALL = [

@@ -15,8 +15,19 @@ from tests.region_sync import worker
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="module")
+def in_one():
+    """One program over both regions: their heads `[R, 8, 2]`, and the outer one."""
+    name, options = worker.METHOD
+    method = cc.methods.get(name, **options)
+    params = plain.stacked(plain.make_params())
+    sync = cc.RegionSync(method, params, plain.NUM_REGIONS)
+    params, _, state = plain.train(sync, params, worker.NUM_STEPS)
+    return params["head"], sync.outer_params(state, params)["head"]
+
+
 @pytest.mark.parametrize("form", ["stacked", "processes"])
-def test_two_processes_are_one_program(form, tmp_path):
+def test_two_processes_are_one_program(form, tmp_path, in_one):
     (address,) = free_addresses(1)
     paths = [tmp_path / f"{process}.npz" for process in range(2)]
     command = [sys.executable, "-m", "tests.region_sync.worker", address, "2"]
@@ -26,23 +37,17 @@ def test_two_processes_are_one_program(form, tmp_path):
     ]
     assert [child.wait(120) for child in children] == [0, 0]
 
-    name, options = worker.METHOD
-    method = cc.methods.get(name, **options)
-    params = plain.stacked(plain.make_params())
-    sync = cc.RegionSync(method, params, plain.NUM_REGIONS)
-    params, _, state = plain.train(sync, params, worker.NUM_STEPS)
-    outer = sync.outer_params(state, params)["head"]
-
+    heads, outer = in_one
     for process, path in enumerate(paths):
         local, outer_there = np.load(path).values()
-        np.testing.assert_allclose(local, params["head"][process], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(local, heads[process], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(outer_there, outer, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "num_processes", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)]
 )
-def test_elastic_regions_of_several_processes(num_processes, tmp_path):
+def test_elastic_regions_of_several_processes(num_processes, tmp_path, in_one):
     """They train what regions of one process in one program do."""
     addresses = ",".join(free_addresses(2))
     children = []
@@ -59,14 +64,8 @@ def test_elastic_regions_of_several_processes(num_processes, tmp_path):
 
     assert [child.wait(240) for child in children] == [0] * len(children)
 
-    name, options = worker.METHOD
-    method = cc.methods.get(name, **options)
-    params = plain.stacked(plain.make_params())
-    sync = cc.RegionSync(method, params, plain.NUM_REGIONS)
-    params, _, state = plain.train(sync, params, worker.NUM_STEPS)
-    outer = sync.outer_params(state, params)["head"]
-
+    heads, outer = in_one
     for region, path in paths:
         local, outer_there = np.load(path).values()
-        np.testing.assert_allclose(local, params["head"][region], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(local, heads[region], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(outer_there, outer, rtol=1e-5, atol=1e-6)
