@@ -305,8 +305,9 @@ def test_rows_are_those_that_are_trained_alone(call, corpus, tmp_path):
         tuned = ["mixing_alpha"]
         [base]
         preset = "smoke"
-        steps = 24
+        steps = 16
         eval_every = 8
+        log_every = 2  # As far apart as events: another length is another program.
         num_layers = 1
         num_fragments = 1
         sync_interval = 8

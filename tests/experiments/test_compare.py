@@ -20,6 +20,7 @@ def compared(call_once, corpus, tmp_path_factory):
         "--steps=32",
         "--num_layers=2",
         "--num_fragments=2",
+        "--log_every=2",  # As far apart as events: another length is another program.
         "--seeds=1",
         *corpus,
         f"--workdir={workdir}",

@@ -1,5 +1,6 @@
 """Plans for a dozen networks: each prints one command, which `train` can run."""
 
+import functools
 import json
 import pathlib
 import re
@@ -49,6 +50,7 @@ SMALLEST = [
 ]
 
 
+@functools.cache
 def recommended(network):
     params, regions, gbps, latency_ms, step_s = network
     links = uniform(regions, Link(gbps, latency_ms / 1000))

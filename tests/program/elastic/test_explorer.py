@@ -12,7 +12,7 @@ from tests.program.elastic.explorer import Broken, explore
 
 @pytest.mark.parametrize(
     ("num", "rounds", "min_regions", "every"),
-    [(2, 6, 1, 3), (2, 5, 2, 3), (3, 4, 2, 8)],
+    [(2, 6, 1, 6), (2, 5, 2, 6), (3, 4, 2, 16)],
 )
 def test_every_run_with_one_fault_holds(num, rounds, min_regions, every):
     explored, is_all = explore(num, 1, rounds, min_regions, every=every)
