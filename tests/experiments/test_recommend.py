@@ -33,6 +33,7 @@ NETWORKS = [
     ((1e9, 4, 1, 50, 1), (8, "ef+sign")),
     ((1e9, 4, 0.01, 50, 1), None),
 ]
+HOPELESS = (1e9, 4, 1e-6, 50, 0.01)
 # Cuts a command down to a model, batches and a tokenizer that take seconds; what the
 # plan chose stays: regions, method, messages, intervals and rates.
 SMALLEST = [
@@ -94,20 +95,20 @@ def test_what_was_measured_is_not_called_extrapolated():
 
 
 def test_what_was_not_measured_is_said():
-    far = recommended((1e9, 17, 1, 50, 1)).explain()
+    far = recommended((1e9, 17, 100, 1, 1)).explain()
     assert "Extrapolated, not measured: parameters 1,000,000,000" in far
     assert "regions 17 (measured: 2 to 16)" in far
     assert "the nearest preset, with 1.28 G parameters" in far
 
 
 def test_a_delay_beyond_those_measured_is_said():
-    late = recommended((49_952, 2, 0.001, 300, 0.05))
+    late = recommended(HOPELESS)
     assert late.delay_steps > recipe.LONGEST_DELAY
     assert f"a delay of {late.delay_steps} steps (measured: up to 32)" in late.explain()
 
 
 def test_where_nothing_helps_the_least_wait_is_chosen_and_said():
-    choice = recommended((1e9, 4, 1e-6, 50, 0.01))
+    choice = recommended(HOPELESS)
     assert choice.stall_share > recommend.NO_WAIT
     assert re.search(r"Regions wait for \d+\.\d% of the simulated", choice.explain())
 

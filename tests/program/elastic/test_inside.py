@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cocodc_jax.elastic import inside
+from cocodc_jax.elastic import inside, objects
 from cocodc_jax.elastic.link import (
     AskedToStopError,
     LeftBehindError,
@@ -52,8 +52,9 @@ def meet(place, num, make_link=None):
 
 
 @pytest.fixture(params=["sockets", "folder"])
-def regions(request, tmp_path):
+def regions(request, tmp_path, monkeypatch):
     """A region of one process, and one of three."""
+    monkeypatch.setattr(objects, "_STAY_S", 0.2)  # What a folder's end takes.
     via = tmp_path if request.param == "folder" else None
     places = meeting.places(2, via)
     links = [Link(places[0], "run", 1000)], meet(places[1], 3)
