@@ -17,7 +17,7 @@ from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.resume import only_writer
 from cocodc_jax.run.session import CHECKPOINTS
-from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 from cocodc_jax.train.spikes import Spike, Spikes
 from experiments import train
 from tests.waiting import wait_until
@@ -139,13 +139,15 @@ def test_killed_and_resumed_equals_unbroken(command, call, corpus, unbroken, tmp
 
     def has_come():
         lines = path.read_text().splitlines() if path.exists() else []
-        return lines and json.loads(lines[-1])["step"] >= step
+        is_far = lines and json.loads(lines[-1])["step"] >= step
+        return is_far and steps_in(tmp_path / CHECKPOINTS)
 
     wait_until(lambda: has_come() or process.poll() is not None)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "summary.json").exists()
+    assert steps_in(tmp_path / CHECKPOINTS)[-1] > 0
     call(train, *flags)
     assert_same_run(tmp_path, unbroken[0])
 
