@@ -49,8 +49,10 @@ LOSS, LINEN, EQUINOX, PROCESSES = (f"docs/start/own_loss.md:{i}" for i in range(
 OWN, TRANSFORM, GALLERY, LOOP = (f"docs/start/own_loop.md:{i}" for i in range(4))
 METHOD = "docs/start/own_method.md:0"
 CHECKPOINTS = "docs/guides/checkpoints.md:0"
-# The others are run by themselves.
-TOGETHER = [name for name in BLOCKS if name != PROCESSES]
+# Blocks that run in one process, one after another: those that everybody opens first,
+# and those of the guides.
+FIRST = [name for name in BLOCKS if not name.startswith("docs/")]
+GUIDES = [name for name in BLOCKS if name.startswith("docs/") and name != PROCESSES]
 
 
 def start_code(block, folder, **variables):
@@ -88,15 +90,24 @@ for block in json.load(sys.stdin):
 """
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each block printed, and how it failed, if it did."""
-    process = start_code(IN_TURN, tmp_path_factory.mktemp("documents"))
-    blocks = json.dumps([BLOCKS[name] for name in TOGETHER])
+def outcomes_of(names, folder):
+    """Return what each block printed, and how it failed, if it did."""
+    process = start_code(IN_TURN, folder)
+    blocks = json.dumps([BLOCKS[name] for name in names])
     out, error = process.communicate(blocks, timeout=300)
     outcomes = [json.loads(line) for line in out.splitlines()]
-    assert len(outcomes) == len(TOGETHER), error
-    return dict(zip(TOGETHER, outcomes, strict=True))
+    assert len(outcomes) == len(names), error
+    return dict(zip(names, outcomes, strict=True))
+
+
+@pytest.fixture(scope="module")
+def of_first(tmp_path_factory):
+    return outcomes_of(FIRST, tmp_path_factory.mktemp("first"))
+
+
+@pytest.fixture(scope="module")
+def of_guides(tmp_path_factory):
+    return outcomes_of(GUIDES, tmp_path_factory.mktemp("guides"))
 
 
 def test_there_are_blocks_and_what_comes_first_is_short_as_are_recipes():
@@ -156,9 +167,19 @@ def test_messages_that_are_explained_are_of_the_code(message):
         assert part.strip(" '\"():[]`=") in WORDS, part
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_block_runs(name, results):
-    printed, error = results[name]
+@pytest.mark.parametrize("name", FIRST)
+def test_block_of_what_everybody_opens_runs(name, of_first):
+    assert_runs(name, *of_first[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDES)
+def test_block_of_a_guide_runs(name, of_guides):
+    assert_runs(name, *of_guides[name])
+
+
+def assert_runs(name, printed, error):
+    """A block has not failed, and has printed what its page says."""
     assert error is None, error
     words = [line.split() for line in printed.splitlines()]
 

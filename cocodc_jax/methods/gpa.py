@@ -35,8 +35,8 @@ Defaults: published mu_x 0.9967 and mu_y 0.7, the same here. mu_x = 0.9^(1/H) do
 `snoo` does with H steps between outer ones (the authors' table: 0.9869 for 8, 0.9934
 for 16, 0.9967 for 32, 0.9984 for 64). x is an average over about 1 / (1 - mu_x) steps,
 300 by default: lower mu_x in shorter runs.
-Measured here: nothing yet; it takes one region and is left out of the comparison of all
-methods in four.
+Measured here: docs/results/claims.md; it takes one region and is left out of the
+comparison of all methods in four.
 """
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules

@@ -182,8 +182,8 @@ def alone(loss_fn, optimizer, params):
 @pytest.mark.parametrize(
     ("model", "unboxed"),
     [
-        (NANODO, True), (NANODO, False), (Attention(), False), (Einsum(), False),
-        (Scanned(), False),
+        (NANODO, True), pytest.param(NANODO, False, marks=pytest.mark.slow),
+        (Attention(), False), (Einsum(), False), (Scanned(), False),
     ],
 )  # fmt: skip
 def test_a_model_that_trains_by_itself_trains_here(model, unboxed):

@@ -163,6 +163,7 @@ def test_messages_between_slices_of_a_tpu_cross_while_it_computes():
     assert not any(spans for rows in control.values() for _, spans, *_ in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )

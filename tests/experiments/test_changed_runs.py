@@ -107,6 +107,7 @@ def test_a_finished_run_goes_on_for_more_steps(call, refused, corpus, tmp_path):
     assert "for steps give 16 or more, as so many are done" in said
 
 
+@pytest.mark.slow
 def test_a_mixture_goes_on_with_its_experts_on_another_number_of_devices(
     call, corpus, tmp_path
 ):

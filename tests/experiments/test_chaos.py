@@ -174,6 +174,7 @@ def test_who_is_started_as_the_run_is_stopped_is_told_to(tmp_path):
     assert hit.regions[0].code == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_nobody_is_killed_before_all_take_part(tmp_path):
     def region(number):
         folder = tmp_path / f"region_{number}"

@@ -27,6 +27,7 @@ needs_libtpu = pytest.mark.skipif(
 SMALL = dict(regions=2, eval_batches=2, num_layers=1, num_fragments=1, remat="full")
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
