@@ -187,6 +187,7 @@ def test_a_folder_and_a_tokenizer_that_disagree_are_refused(tmp_path):
     assert model_of(config, Tokens()).vocab_size == 272
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_sent_and_written_alone(trained, tmp_path, call):
     """A run of adapters on what another one has learnt; merged, and by themselves."""
     workdir, (dataset, data_dir) = trained

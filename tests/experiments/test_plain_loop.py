@@ -23,6 +23,7 @@ def records(folder, name):
     return read_lines(folder / name, dict)
 
 
+@pytest.mark.slow
 def test_a_region_that_was_stopped_goes_on_from_its_own_checkpoint(tmp_path):
     alone = place(tmp_path, f"--via={tmp_path / 'messages'}", "--regions=1")
     folder = tmp_path / "region_0"
