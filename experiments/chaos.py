@@ -257,7 +257,7 @@ def wreck(
             steps,
             chaos.kills,
             seconds,
-            flags.value("dead_after_s"),
+            flags.elastic().dead_after_s,
         ),
         "kills_asked": values.kills,
         "unbroken_loss": loss,
