@@ -190,10 +190,15 @@ def recorded_sync():
 
     def made(fragment, start, apply, start_s, arrival_s, merge_s, stall_s):
         return {
-            "fragment": fragment, "start_step": start, "apply_step": apply,
-            "start_s": start_s, "arrival_s": arrival_s, "merge_s": merge_s,
-            "stall_s": stall_s, "num_bytes": 100,
-        }  # fmt: skip
+            "fragment": fragment,
+            "start_step": start,
+            "apply_step": apply,
+            "start_s": start_s,
+            "arrival_s": arrival_s,
+            "merge_s": merge_s,
+            "stall_s": stall_s,
+            "num_bytes": 100,
+        }
 
     return made
 

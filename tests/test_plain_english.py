@@ -17,16 +17,19 @@ PACKAGES = [*dict.fromkeys(PACKAGES), ROOT / "experiments"]
 
 # What to write in place of each.
 WORDS = {
-    r"told": "reported, passed", r"alike": "equal, replicated",
+    r"told": "reported, passed",
+    r"alike": "equal, replicated",
     r"(?:lies|lie) (?:on|in|over|at|beside|with|whole)": "is placed, is sharded",
     r"(?:is|are|was|at) at hand|at hand": "addressable, available",
-    r"judged": "filtered, checked, evaluated", r"by turns": "interleaved, in turn",
+    r"judged": "filtered, checked, evaluated",
+    r"by turns": "interleaved, in turn",
     r"hearing|unheard": "failure detection",
-    r"come[s]? to nothing|comes to": "reaches, amounts to", r"shall": "must, will",
+    r"come[s]? to nothing|comes to": "reaches, amounts to",
+    r"shall": "must, will",
     r"somebody|whoever": "the caller, a user",
     r"what is (?:told|said)": "what is reported",
     r"beside (?:its|the|their) (?:inner )?steps": "concurrently with",
-}  # fmt: skip
+}
 PATTERN = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
 
 

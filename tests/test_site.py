@@ -54,8 +54,11 @@ def test_no_paragraph_of_results_has_more_than_three_figures(page):
 
 def test_what_counts_as_a_figure():
     assert FIGURE.findall("28 % of 0.13M in 480 steps, 1.552 ± 0.011") == [
-        "28", "0.13", "1.552", "0.011"
-    ]  # fmt: skip
+        "28",
+        "0.13",
+        "1.552",
+        "0.011",
+    ]
     assert not FIGURE.findall("four regions, H 40, 1280 steps, 0.31.2")
 
 

@@ -92,10 +92,13 @@ def test_a_donated_state_is_refused_not_read(program, state):
     old = state
     new, _ = program.advance(old, TOKENS[None])
     calls = (
-        lambda: program.advance(old, TOKENS[None]), lambda: program.mean_params(old),
-        lambda: program.outer_params(old), lambda: program.region_drift(old),
-        lambda: program.finite_regions(old), lambda: program.synchronize(old),
-    )  # fmt: skip
+        lambda: program.advance(old, TOKENS[None]),
+        lambda: program.mean_params(old),
+        lambda: program.outer_params(old),
+        lambda: program.region_drift(old),
+        lambda: program.finite_regions(old),
+        lambda: program.synchronize(old),
+    )
 
     for call in calls:
         with pytest.raises(ValueError, match="state of step 0 was donated to"):
@@ -208,14 +211,16 @@ def test_keys_are_of_jaxs_default_whatever_jax_comes_with(impl, name, options, d
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        (jax.random.key(0, impl="rbg"),
-         "implementation 'rbg', but .* for 'threefry2x32', .*'rbg'\\) before"),
+        (
+            jax.random.key(0, impl="rbg"),
+            "implementation 'rbg', but .* for 'threefry2x32', .*'rbg'\\) before",
+        ),
         (0, r"key=0 must be a PRNG key: jax.random.key\(seed\)"),
         (None, "key=None must be a PRNG key"),
         (jax.random.split(jax.random.key(0), 4), r"key has the shape \(4,\), but must"),
         (jax.random.split(jax.random.PRNGKey(0)), r"key has the shape \(2, 2\), but"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_key_is_refused(program, key, message):
     with pytest.raises(ValueError, match=message):
         program.init(PARAMS, key)

@@ -56,14 +56,18 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (COCODC,
-         "saved by method='streaming_diloco' in .* method='cocodc', .* remembers"),
+        (
+            COCODC,
+            "saved by method='streaming_diloco' in .* method='cocodc', .* remembers",
+        ),
         (MIXED, "method='mixed', as this program has it, .*: in_flight/.* is missing"),
-        ("diloco",
-         "number of regions .saved by method='streaming_diloco', restored into "
-         "method='diloco'.: outer/"),
+        (
+            "diloco",
+            "number of regions .saved by method='streaming_diloco', restored into "
+            "method='diloco'.: outer/",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_in_flight_lands_where_it_left(saved, method, message):
     with (
         Checkpoints(saved) as checkpoints,

@@ -156,13 +156,17 @@ def test_a_tree_that_cannot_be_cut_says_what_to_pass():
     ("cut_of", "message"),
     [
         # Two layers of four: the others would never be averaged.
-        ({"blocks": {"w": zeros(2, 4)}, "b": zeros(4)},
-         r"'blocks/w', .* rows \[0, 1\]"),
+        (
+            {"blocks": {"w": zeros(2, 4)}, "b": zeros(4)},
+            r"'blocks/w', .* rows \[0, 1\]",
+        ),
         ({"blocks": {"w": zeros(6, 4)}, "b": zeros(4)}, r"of shape \(4, 4\), the rows"),
-        ({"blocks": {"w": zeros(4, 4)}, "c": zeros(4)},
-         "cut of .*'c'.* structure .*'b'"),
+        (
+            {"blocks": {"w": zeros(4, 4)}, "c": zeros(4)},
+            "cut of .*'c'.* structure .*'b'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_fragments_of_another_model_are_refused(cut_of, message):
     params = {"blocks": {"w": zeros(4, 4)}, "b": zeros(4)}
     with pytest.raises(ValueError, match=message):

@@ -160,9 +160,12 @@ def test_manual_regions_beside_an_explicit_axis(layout):
 
     both = P("region"), spec
     program = jax.shard_map(
-        of_region, in_specs=(*both, P("region")), out_specs=both,
-        axis_names={"region"}, check_vma=False,
-    )  # fmt: skip
+        of_region,
+        in_specs=(*both, P("region")),
+        out_specs=both,
+        axis_names={"region"},
+        check_vma=False,
+    )
     with jax.set_mesh(mesh):
         carry = first(tx, axes, jax.tree.map(jnp.asarray, PARAMS))
         carry = placed(mesh, method, layout, carry, {"w": P(), "b": P()})

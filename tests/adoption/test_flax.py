@@ -71,8 +71,10 @@ def train(annotated, data, is_boxed=True):
             shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[0, 0])
         params = jax.tree.map(
             lambda box, x: box.replace_boxed(x) if nn.meta.is_axis_metadata(box) else x,
-            shapes, params, is_leaf=nn.meta.is_axis_metadata,
-        )  # fmt: skip
+            shapes,
+            params,
+            is_leaf=nn.meta.is_axis_metadata,
+        )
 
     specs = nn.get_partition_spec(params) if annotated and is_boxed else None
     optimizer = optax.MultiSteps(optax.adamw(0.01), 1)
@@ -150,10 +152,12 @@ class Scanned(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(VOCABULARY, WIDTH)(tokens)
         layers = nn.scan(
-            nn.remat(Layer, prevent_cse=False), variable_axes={"params": 0},
-            split_rngs={"params": True}, length=2,
+            nn.remat(Layer, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
             metadata_params={nn.PARTITION_NAME: "layers"},
-        )  # fmt: skip
+        )
         x, _ = layers()(x, None)
         return nn.Dense(VOCABULARY)(x)
 
@@ -182,10 +186,13 @@ def alone(loss_fn, optimizer, params):
 @pytest.mark.parametrize(
     ("model", "unboxed"),
     [
-        (NANODO, True), pytest.param(NANODO, False, marks=pytest.mark.slow),
-        (Attention(), False), (Einsum(), False), (Scanned(), False),
+        (NANODO, True),
+        pytest.param(NANODO, False, marks=pytest.mark.slow),
+        (Attention(), False),
+        (Einsum(), False),
+        (Scanned(), False),
     ],
-)  # fmt: skip
+)
 def test_a_model_that_trains_by_itself_trains_here(model, unboxed):
     params = jax.jit(model.init)(jax.random.key(0), TOKENS[0, 0])
     params = nn.unbox(params) if unboxed else params

@@ -30,9 +30,12 @@ OPTIMIZER = optax.multi_transform(PARTS, LABELS)
 BATCHES = np.random.default_rng(2).normal(size=(12, 4, 8, 64)).astype(np.float32)
 # In turn: what is frozen has no part in how much of a fragment changes.
 SHORT = dict(
-    sync_interval=4, num_fragments=2, delay_steps=1, syncs_per_interval=2,
+    sync_interval=4,
+    num_fragments=2,
+    delay_steps=1,
+    syncs_per_interval=2,
     transmission_score="round_robin",
-)  # fmt: skip
+)
 HESSIAN = dict(curvature="hessian_vector", curvature_units="parameter")
 METHODS = {
     "data_parallel": {},
@@ -52,11 +55,15 @@ def make(method="diloco", trainable="optimizer", mesh="one device", **options):
     num, data = MESHES[mesh]
     options = {"optimizer": OPTIMIZER, "params": PARAMS, **options}
     return cc.RegionProgram(
-        loss_fn, method=cc.methods.get(method, **METHODS[method]), regions=4,
+        loss_fn,
+        method=cc.methods.get(method, **METHODS[method]),
+        regions=4,
         mesh=cc.make_mesh(4, data=data, devices=jax.devices()[: num * data]),
         param_specs={"base": P("data"), "lora": P()},
-        user_inputs=cc.UserInputs(learning_rate=1e-2), trainable=trainable, **options,
-    )  # fmt: skip
+        user_inputs=cc.UserInputs(learning_rate=1e-2),
+        trainable=trainable,
+        **options,
+    )
 
 
 def run(program, state=None, num_steps=12):
@@ -87,11 +94,12 @@ def cut_like(method, shapes, trainable):
 @pytest.mark.parametrize(
     ("method", "mesh"),
     [
-        ("data_parallel", "divided"), ("diloco", "one device"),
+        ("data_parallel", "divided"),
+        ("diloco", "one device"),
         pytest.param("cocodc", "four devices", marks=pytest.mark.slow),
         ("cocodc", "divided"),
     ],
-)  # fmt: skip
+)
 def test_the_same_run_without_the_bytes(method, mesh):
     """Another compiled program of the same sums: some units of the last place."""
     ends = []

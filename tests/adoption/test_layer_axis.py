@@ -190,12 +190,14 @@ def test_blocks_of_a_name_may_have_layers_on_any_axis():
     [
         ({"layer_axis": -1}, "layer_axis=-1 must be a number of an axis, 0 or more"),
         ({"layer_axis": 0}, "no stack was found in these parameters: name it by"),
-        ({"layer_axis": 0, "blocks": "layers"},
-         r"stacked parameter 'layers/mlp/up' has shape \(4, 4, 6\), but 'layers' holds "
-         "6 blocks along axis 0; say another by layer_axis="),
+        (
+            {"layer_axis": 0, "blocks": "layers"},
+            r"stacked parameter 'layers/mlp/up' has shape \(4, 4, 6\), but 'layers' "
+            "holds 6 blocks along axis 0; say another by layer_axis=",
+        ),
         ({"layer_axis": 2, "blocks": "layers"}, "'layers' holds 4 blocks along axis 2"),
     ],
-)  # fmt: skip
+)
 def test_axes_that_cannot_be_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         cc.cut(make_params(1), 2, **options)

@@ -80,11 +80,14 @@ def test_a_leaf_marked_as_a_count_is_reset(form):
     [
         (PARAMS, METHOD, lambda path: False, "token_counts=.* marks none of the leave"),
         (PARAMS, METHOD, {"w": True}, "token_counts=.* must be a function of a leaf's"),
-        ({"moe": {"experts": {"up": np.ones((2, 3)), "tokens": np.zeros(2)}}},
-         METHOD.expert_weighted("tokens"), None,
-         "reads the counts 'moe/experts/tokens', which are not marked"),
+        (
+            {"moe": {"experts": {"up": np.ones((2, 3)), "tokens": np.zeros(2)}}},
+            METHOD.expert_weighted("tokens"),
+            None,
+            "reads the counts 'moe/experts/tokens', which are not marked",
+        ),
     ],
-)  # fmt: skip
+)
 def test_marks_that_fit_nothing_are_refused(params, method, marks, message):
     inputs = cc.UserInputs(token_counts=marks)
     params = jax.tree.map(np.float32, params)

@@ -220,16 +220,12 @@ CASES: dict[str, Case] = {
         optax.chain(optax.monitor({"same": lambda x: x}), optax.sgd(RATE)),
         has_fixed_state=False,
     ),
-    "optax.multi_transform": Case(
-        optax.multi_transform(PARTS, LABELS)
-    ),
+    "optax.multi_transform": Case(optax.multi_transform(PARTS, LABELS)),
     "optax.named_chain": Case(optax.named_chain(("sgd", optax.sgd(RATE)))),
     "optax.noisy_sgd": Case(
         optax.noisy_sgd(RATE, key=1), in_region=draws("rng_key", [0])
     ),
-    "optax.partition": Case(
-        optax.partition(PARTS, LABELS)
-    ),
+    "optax.partition": Case(optax.partition(PARTS, LABELS)),
     "optax.polyak_sgd": Case(optax.polyak_sgd(RATE)),
     "optax.scale": Case(optax.scale(-RATE)),
     "optax.scale_by_backtracking_linesearch": Case(
@@ -312,9 +308,7 @@ CASES: dict[str, Case] = {
         contrib.scale_by_cocob(), moves("init_particles")
     ),
     "optax.contrib.scale_by_galore": down(contrib.scale_by_galore(rank=2)),
-    "optax.contrib.scale_by_madgrad": Case(
-        contrib.scale_by_madgrad(RATE), moves("x0")
-    ),
+    "optax.contrib.scale_by_madgrad": Case(contrib.scale_by_madgrad(RATE), moves("x0")),
     "optax.contrib.scale_by_muon": down(
         optax.masked(contrib.scale_by_muon(weight_dimension_numbers=matrices), W_ONLY)
     ),
@@ -345,7 +339,7 @@ CASES: dict[str, Case] = {
         ),
         extras=(),
     ),
-}  # fmt: skip
+}
 # With the error's words.
 REFUSED = {
     "optax.lookahead": (

@@ -57,9 +57,14 @@ def alone(optimizer, regions):
 
 def run(optimizer, method, loss=loss_fn, data=1, specs=None):
     program = cc.RegionProgram(
-        loss, optimizer, method, PARAMS, 2, mesh=cc.make_mesh(2, data=data),
+        loss,
+        optimizer,
+        method,
+        PARAMS,
+        2,
+        mesh=cc.make_mesh(2, data=data),
         param_specs=specs,
-    )  # fmt: skip
+    )
     state = program.init(PARAMS, jax.random.key(0))
     state, output = program.advance(state, BATCHES)
     return np.asarray(state.region.params["w"]), output

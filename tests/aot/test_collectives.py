@@ -151,10 +151,14 @@ IDLE = LOOP.replace("dot(", "add(")  # Without a product it is no inner scan.
 
 @pytest.mark.parametrize(
     ("order", "loop", "spans"),
-    [((START, WHILE, DONE), LOOP, True), ((START, DONE, WHILE), LOOP, False),
-     ((WHILE, START, DONE), LOOP, False), ((START, WHILE, DONE), IDLE, False)],
+    [
+        ((START, WHILE, DONE), LOOP, True),
+        ((START, DONE, WHILE), LOOP, False),
+        ((WHILE, START, DONE), LOOP, False),
+        ((START, WHILE, DONE), IDLE, False),
+    ],
     ids=["beside", "before", "after", "idle"],
-)  # fmt: skip
+)
 def test_what_a_collective_spans_is_between_its_start_and_its_end(order, loop, spans):
     first = ("%a = f32[8] parameter(0)", "%i = (s32[], f32[4,4]) parameter(1)")
     (collective,) = read(*first, *order, before=loop)

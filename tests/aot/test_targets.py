@@ -16,9 +16,14 @@ from cocodc_jax.run.config.presets import PRESETS
 
 @pytest.mark.parametrize(
     ("text", "slices", "num_chips"),
-    [("v5e:4x4", 4, 64), ("v5p:4x4x4", 2, 128), ("7x:2x2x1", 1, 4), ("H100:4", 1, 32),
-     ("tpu7x:2x2x2", 1, 8)],
-)  # fmt: skip
+    [
+        ("v5e:4x4", 4, 64),
+        ("v5p:4x4x4", 2, 128),
+        ("7x:2x2x1", 1, 4),
+        ("H100:4", 1, 32),
+        ("tpu7x:2x2x2", 1, 8),
+    ],
+)
 def test_a_target_is_read(text, slices, num_chips):
     target = Target.parse(text, slices)
     assert target.num_chips == num_chips

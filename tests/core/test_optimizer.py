@@ -33,23 +33,26 @@ VARIANTS = {
     "a whole interval late": ("streaming_diloco", SHORT | {"delay_steps": 8}),
     "sooner by a phase": ("streaming_diloco", SHORT | {"phase_steps": 2}),
     "merge feedback": (
-        "streaming_diloco", SHORT | {"compress": "ef+int8", "merge_feedback": True},
+        "streaming_diloco",
+        SHORT | {"compress": "ef+int8", "merge_feedback": True},
     ),
     "second moment": ("cocodc", SHORT | {"curvature": "adam_second_moment"}, ADAM),
     "drift, by the loss": (
         "cocodc",
-        SHORT | {"curvature": "hessian_vector", "transmission_score": "drift"}, ADAM,
+        SHORT | {"curvature": "hessian_vector", "transmission_score": "drift"},
+        ADAM,
     ),
     "by the outputs": ("cocodc", SHORT | {"curvature": "gauss_newton"}, ADAM),
     "disagreement": ("cocodc", SHORT | {"transmission_score": "disagreement"}),
     "as coded": ("cocodc_paper", SHORT | {"rule": "code"}),
     "midway": ("cocodc", SHORT | {"curvature": "secant"}),
     "some regions": (
-        "decoupled_diloco", OPTIONS["decoupled_diloco"] | {"compress": "ef+int8"},
+        "decoupled_diloco",
+        OPTIONS["decoupled_diloco"] | {"compress": "ef+int8"},
     ),
     "factors summed": ("dilocox", OPTIONS["dilocox"] | {"sum_factors": True}),
     "mean loss": ("data_parallel", {}, PLATEAU),
-}  # fmt: skip
+}
 ONE_BY_ONE = ("delayed_nesterov", "mla", "heloco")
 CASES = {
     name: (name, options, OPTIMIZERS.get(name, SGD))
@@ -164,9 +167,15 @@ def test_in_wide_numbers_but_for_their_last_bits(case):
 def test_a_region_that_is_late_keeps_its_memory_and_spoils_no_mean(compress):
     """The third, whose batches are NaN from the second step on."""
     method = cc.methods.get(
-        "decoupled_diloco", sync_interval=1, num_fragments=1, averaging="mean",
-        answer_steps="0,0,9,0", grace_steps=0, mixing_alpha=0.0, compress=compress,
-    )  # fmt: skip
+        "decoupled_diloco",
+        sync_interval=1,
+        num_fragments=1,
+        averaging="mean",
+        answer_steps="0,0,9,0",
+        grace_steps=0,
+        mixing_alpha=0.0,
+        compress=compress,
+    )
     tx = cc.synchronized(SGD, method, axis_name="region")
     axes = cc.sync_axes(method)
     program = tiny.program_of(method, optimizer=SGD)
@@ -249,9 +258,12 @@ def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
         return change(lambda x: x[None], scan_of(step)(*local))
 
     go = jax.shard_map(
-        of_region, mesh=regions_mesh(), in_specs=(specs, P("region")), out_specs=specs,
+        of_region,
+        mesh=regions_mesh(),
+        in_specs=(specs, P("region")),
+        out_specs=specs,
         check_vma=check_vma,
-    )  # fmt: skip
+    )
     return go(change(lambda x: jnp.stack([x] * 4), carry), batches)
 
 
@@ -325,11 +337,14 @@ def test_loops_stay_loops_where_regions_are_mapped(tx, is_one):
 @pytest.mark.parametrize(
     ("name", "options", "regional", "shared"),
     [
-        ("data_parallel", {}, 2, 0), ("diloco", {}, 2, 2),
-        ("streaming_diloco", SHORT, 2, 3), ("cocodc", SHORT, 3, 3),
-        ("cocodc", SHORT | {"compress": "ef+int8"}, 4, 3), ("noloco", {}, 4, 0),
+        ("data_parallel", {}, 2, 0),
+        ("diloco", {}, 2, 2),
+        ("streaming_diloco", SHORT, 2, 3),
+        ("cocodc", SHORT, 3, 3),
+        ("cocodc", SHORT | {"compress": "ef+int8"}, 4, 3),
+        ("noloco", {}, 4, 0),
     ],
-)  # fmt: skip
+)
 def test_what_the_state_costs(name, options, regional, shared):
     """In sets of parameters, as the documentation has it."""
     params = {"blocks": {str(i): jnp.zeros((64, 64)) for i in range(2)}}
@@ -432,7 +447,8 @@ def of(inner):
 WRAPPED = {
     "rate inside": (of(optax.inject_hyperparams(optax.sgd)(0.05)), SGD),
     "rate around": (
-        optax.inject_hyperparams(lambda rate: of(optax.sgd(rate)))(rate=0.05), SGD
+        optax.inject_hyperparams(lambda rate: of(optax.sgd(rate)))(rate=0.05),
+        SGD,
     ),
     "in a chain": (optax.chain(optax.scale(0.5), of(optax.sgd(0.1))), SGD),
     "frozen inside": (of(FROZEN_SGD), FROZEN_SGD),
@@ -441,7 +457,7 @@ WRAPPED = {
     "accumulated inside": (of(optax.MultiSteps(SGD, 2)), optax.MultiSteps(SGD, 2)),
     "accumulated around": (optax.MultiSteps(of(SGD), 2), optax.MultiSteps(SGD, 2)),
     "told of the loss": (of(PLATEAU), PLATEAU),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:the optimizer leaves .* leaves as they are")
@@ -484,15 +500,17 @@ def test_narrow_parameters_are_merged_but_for_a_rounding():
     ("method", "says"),
     [
         (cc.methods.get("mla"), "'mla' .* its regions come one by one"),
-        (cc.methods.get("cocodc", delay_steps="auto"),
-         "'cocodc' .* times that the host measures; give numbers; use RegionProgram"),
+        (
+            cc.methods.get("cocodc", delay_steps="auto"),
+            "'cocodc' .* times that the host measures; give numbers; use RegionProgram",
+        ),
         (cc.methods.get("dilocox"), "RankedRounds is a schedule of the host"),
         (cc.methods.get("diloco", exclude_above=3.0), "have the host restore regions"),
         (cc.methods.get("cocodc", curvature="adam_second_moment"), "pass UserInputs"),
         (cc.methods.get("snoo"), "regions=4 must be 1"),
         ("dilco", "method='dilco' is unknown"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_had_is_refused_by_name(method, says):
     with pytest.raises(ValueError, match=says):
         cc.synchronized(optax.sgd(0.1), method, axis_name="region", num_regions=4)
@@ -503,9 +521,12 @@ def test_what_is_known_later_is_refused_then():
 
     def update(method, inner=ADAM, num_regions=None, given=params, **extra):
         tx = cc.synchronized(
-            inner, method, axis_name="region", num_regions=num_regions,
+            inner,
+            method,
+            axis_name="region",
+            num_regions=num_regions,
             user_inputs=tiny.USER_INPUTS,
-        )  # fmt: skip
+        )
         jax.vmap(
             lambda x: tx.update(params, tx.init(params), given, **extra),
             axis_name="region",
@@ -525,9 +546,12 @@ def test_what_is_known_later_is_refused_then():
         (by_loss, {}, "value_fn=lambda params: loss"),
         (by_outputs, {}, "model's outputs of the last batch: pass"),
         ("streaming_diloco", {}, "num_fragments=4 does not fit a model of 2 blocks"),
-        (by_fives, {"inner": optax.MultiSteps(ADAM, 2)},
-         "sync_interval=5 is not a multiple of the 2 steps"),
-    ):  # fmt: skip
+        (
+            by_fives,
+            {"inner": optax.MultiSteps(ADAM, 2)},
+            "sync_interval=5 is not a multiple of the 2 steps",
+        ),
+    ):
         with pytest.raises(ValueError, match=says):
             update(method, **options)
 

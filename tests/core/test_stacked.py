@@ -230,11 +230,13 @@ def test_flax_trainers_are_the_plain_loop_and_have_its_axes(train):
     ("options", "says"),
     [
         ({"loss": "total"}, r"loss='total' is unknown; use one of \('mean', 'sum'\)"),
-        ({"method": cc.methods.get("cocodc", curvature="hessian_vector")},
-         "needs the last batch in a merge, which stacked does not have"),
+        (
+            {"method": cc.methods.get("cocodc", curvature="hessian_vector")},
+            "needs the last batch in a merge, which stacked does not have",
+        ),
         ({"method": "dilco"}, "method='dilco' is unknown"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(options, says):
     with pytest.raises(ValueError, match=says):
         cc.stacked(**{"inner": ADAM, "method": METHOD, "num_regions": 4} | options)

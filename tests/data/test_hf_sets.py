@@ -261,15 +261,19 @@ def test_half_a_surrogate_pair_is_no_character(tmp_path):
         ({}, "has no file of .jsonl, .ndjson, .json, .jsonl.gz"),
         ({"a.csv": b"x"}, ", only .csv"),
         ({"test.jsonl": b'{"text": "x"}'}, "no rows to train on, only the splits ['te"),
-        ({"a.jsonl": b'\n{"body": 1}'},
-         "a.jsonl, line 2: has no field 'text'; its fiel"),
+        (
+            {"a.jsonl": b'\n{"body": 1}'},
+            "a.jsonl, line 2: has no field 'text'; its fiel",
+        ),
         ({"a.json.gz": b"x"}, "a.json.gz cannot be unpacked"),
-        ({"a.json.gz": gzip.compress(b"")[:10] + b"\xff"},
-         "a.json.gz cannot be unpacked"),
+        (
+            {"a.json.gz": gzip.compress(b"")[:10] + b"\xff"},
+            "a.json.gz cannot be unpacked",
+        ),
         ({"a.parquet": b"x" * 99}, "a.parquet cannot be read"),
         ({"a.arrow": b"x" * 99}, "a.arrow cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, files, message):
     folder = tmp_path / "set"
     folder.mkdir()

@@ -93,8 +93,9 @@ def test_rows_end_with_the_minutes_and_go_on_after_them(tmp_path):
     ]
     results = Results(tmp_path, "cpu")
     assert accelerator.measure(iter(rows), results, time.monotonic(), SILENT) == [
-        "a", "b",
-    ]  # fmt: skip
+        "a",
+        "b",
+    ]
     assert not (tmp_path / accelerator.RESULT_FILE).exists()
 
     end_s = time.monotonic() + LATER_S

@@ -319,7 +319,7 @@ def test_a_claim_that_cannot_be_tried_says_why(written):
         (["--workdir=x"], "--workdir=x has a meaning with --run only"),
         (["--only=kills", "--results=nowhere"], "'chaos_members.json' is missing"),
     ],
-)  # fmt: skip
+)
 def test_flags_that_are_refused(words, message, capsys):
     with pytest.raises(SystemExit) as end:
         claims.main(["claims", *words])

@@ -62,10 +62,12 @@ def test_regions_that_come_late_are_not_counted_either_way():
 @pytest.mark.parametrize(
     ("exchange", "mean", "options"),
     [
-        ("program", "senders", {"clip": True}), ("program", "all", {"clip": True}),
-        ("outer", "senders", {"clip": True}), ("outer", "all", {"robust_mean": "clip"}),
+        ("program", "senders", {"clip": True}),
+        ("program", "all", {"clip": True}),
+        ("outer", "senders", {"clip": True}),
+        ("outer", "all", {"robust_mean": "clip"}),
     ],
-)  # fmt: skip
+)
 def test_each_tensor_is_clipped_at_the_median_norm(exchange, mean, options):
     """Half of each tensor is sent; one region is long in one of them only."""
     rng = np.random.default_rng(0)

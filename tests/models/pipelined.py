@@ -119,9 +119,13 @@ def over_regions(mesh, loss_fn, block=lambda fn: lambda x: fn(region(x, 0))):
 
     regions = P("region")
     return jax.shard_map(
-        body, mesh=mesh, axis_names={"region"}, in_specs=regions, out_specs=regions,
+        body,
+        mesh=mesh,
+        axis_names={"region"},
+        in_specs=regions,
+        out_specs=regions,
         check_vma=False,
-    )  # fmt: skip
+    )
 
 
 def keys(num_regions):

@@ -139,17 +139,21 @@ FLOAT32 = dataclasses.replace(SMALL, compute_dtype="float32")
         (SMALL, "cpu", 1024, {"is_divided": False}, "blocks"),
         (SMALL, "cpu", 1024, {"needs_forward_mode": True}, "blocks"),
         (SMALL, "cpu", 1024, {"sequence_axis": 2}, "plain"),
-        (SMALL, "cpu", 127, {}, "plain"), (SMALL, "rocm", 1024, {}, "plain"),
-        (SMALL, "tpu", 1024, {}, "splash"), (SMALL, "tpu", 1000, {}, "plain"),
+        (SMALL, "cpu", 127, {}, "plain"),
+        (SMALL, "rocm", 1024, {}, "plain"),
+        (SMALL, "tpu", 1024, {}, "splash"),
+        (SMALL, "tpu", 1000, {}, "plain"),
         (SMALL, "tpu", 1024, {"is_divided": False}, "plain"),
         (SMALL, "tpu", 1024, {"needs_forward_mode": True}, "plain"),
-        (SMALL, "gpu", 1000, {}, "cudnn"), (SMALL, "cuda", 1024, {}, "cudnn"),
+        (SMALL, "gpu", 1000, {}, "cudnn"),
+        (SMALL, "cuda", 1024, {}, "cudnn"),
         (FLOAT32, "gpu", 1024, {}, "plain"),
         (dataclasses.replace(SMALL, attention="plain"), "tpu", 1024, {}, "plain"),
-        (WIDE, "gpu", 8, {}, "cudnn"), (WIDER, "gpu", 8, {}, "plain"),
+        (WIDE, "gpu", 8, {}, "cudnn"),
+        (WIDER, "gpu", 8, {}, "plain"),
         (dataclasses.replace(SMALL, width=32), "gpu", 8, {}, "plain"),
     ],
-)  # fmt: skip
+)
 def test_the_platform_chooses(config, platform, length, flags, expected):
     chosen = choose(config, platform, length, **{"is_divided": True} | flags)
     assert chosen == dataclasses.replace(config, attention=expected)

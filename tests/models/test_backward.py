@@ -11,9 +11,14 @@ from cocodc_jax.models import TransformerConfig, init_params, make_loss_fn, make
 from cocodc_jax.models.backward import choose, product, spread
 
 _SMALL = TransformerConfig(
-    vocab_size=29, num_layers=2, width=16, mlp_width=24, num_heads=4, num_kv_heads=2,
+    vocab_size=29,
+    num_layers=2,
+    width=16,
+    mlp_width=24,
+    num_heads=4,
+    num_kv_heads=2,
     backward="cpu",
-)  # fmt: skip
+)
 _TOKENS = np.random.default_rng(0).integers(0, 29, (3, 2, 9)).astype(np.int32)
 
 
@@ -43,13 +48,14 @@ def _gradients(config):
         pytest.param({}, 2e-6, marks=pytest.mark.slow),
         ({"scan_layers": False, "qk_norm": True}, 2e-6),
         pytest.param(
-            {"tie_embeddings": False, "loss_chunk_tokens": 4}, 2e-6,
+            {"tie_embeddings": False, "loss_chunk_tokens": 4},
+            2e-6,
             marks=pytest.mark.slow,
         ),
         pytest.param({"remat": "dots"}, 2e-6, marks=pytest.mark.slow),
         ({"compute_dtype": "bfloat16"}, 2e-2),
     ],
-)  # fmt: skip
+)
 def test_gradients_are_those_of_jax_up_to_rounding(changes, tolerance):
     """Of every parameter, with regions in one batch, under strict promotion."""
     config = dataclasses.replace(_SMALL, **changes)
@@ -121,12 +127,15 @@ def test_a_spread_number_scales_its_row(backward):
 @pytest.mark.parametrize(
     ("backward", "platform", "is_shared", "needs_forward_mode", "expected"),
     [
-        ("auto", "cpu", False, False, "cpu"), ("auto", "cpu", True, False, "plain"),
-        ("auto", "cpu", False, True, "plain"), ("auto", "gpu", False, False, "plain"),
-        ("auto", "tpu", False, False, "plain"), ("plain", "cpu", False, False, "plain"),
+        ("auto", "cpu", False, False, "cpu"),
+        ("auto", "cpu", True, False, "plain"),
+        ("auto", "cpu", False, True, "plain"),
+        ("auto", "gpu", False, False, "plain"),
+        ("auto", "tpu", False, False, "plain"),
+        ("plain", "cpu", False, False, "plain"),
         ("cpu", "cpu", False, False, "cpu"),
     ],
-)  # fmt: skip
+)
 def test_the_platform_chooses(
     backward, platform, is_shared, needs_forward_mode, expected
 ):

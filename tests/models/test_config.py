@@ -5,10 +5,16 @@ import pytest
 from cocodc_jax.models import PRESETS, get, num_params
 
 _PARAMETERS = {
-    "smoke": 49_952, "tiny": 838_784, "mini": 6_496_512, "small": 35_364_096,
-    "paper_150m": 214_983_680, "1b": 1_279_890_432, "moe_tiny": 2_464_928,
-    "moe_30b_a3b": 30_129_475_584, "8b": 8_030_261_248,
-}  # fmt: skip
+    "smoke": 49_952,
+    "tiny": 838_784,
+    "mini": 6_496_512,
+    "small": 35_364_096,
+    "paper_150m": 214_983_680,
+    "1b": 1_279_890_432,
+    "moe_tiny": 2_464_928,
+    "moe_30b_a3b": 30_129_475_584,
+    "8b": 8_030_261_248,
+}
 
 
 def _counted_by_hand(config):

@@ -16,9 +16,17 @@ STEPS = 3
 BATCH = 4
 LENGTH = 8
 CONFIG = PRESETS["smoke"].replace(
-    method="diloco", sync_interval=STEPS, steps=100, warmup_steps=1, eval_batches=2,
-    regions=2, stages=2, microbatches=2, scan_layers=True, stage_subspace=4,
-)  # fmt: skip
+    method="diloco",
+    sync_interval=STEPS,
+    steps=100,
+    warmup_steps=1,
+    eval_batches=2,
+    regions=2,
+    stages=2,
+    microbatches=2,
+    scan_layers=True,
+    stage_subspace=4,
+)
 SUBSPACE = models.Subspace(CONFIG.model.width, 4)
 
 
@@ -60,9 +68,15 @@ def test_a_codec_reaches_the_loss():
 # --- Devices that share the positions of sequences ---
 
 SHARED = PRESETS["smoke"].replace(
-    method="diloco", sync_interval=STEPS, steps=100, warmup_steps=1, eval_batches=2,
-    regions=2, num_layers=1, sequence_length=LENGTH,
-)  # fmt: skip
+    method="diloco",
+    sync_interval=STEPS,
+    steps=100,
+    warmup_steps=1,
+    eval_batches=2,
+    regions=2,
+    num_layers=1,
+    sequence_length=LENGTH,
+)
 
 
 def made(config):
@@ -102,10 +116,16 @@ def test_devices_that_share_positions_train_as_one_does():
 
 # Three dense fragments, and of the experts 0, 1, and 2 and 3.
 MOE = {
-    "num_experts": 4, "expert_width": 16, "scan_layers": True,
-    "method": "streaming_diloco", "fragment_strategy": "experts", "num_fragments": 6,
-    "delay_steps": 0, "sync_interval": 6, "expert_weights": "tokens",
-}  # fmt: skip
+    "num_experts": 4,
+    "expert_width": 16,
+    "scan_layers": True,
+    "method": "streaming_diloco",
+    "fragment_strategy": "experts",
+    "num_fragments": 6,
+    "delay_steps": 0,
+    "sync_interval": 6,
+    "expert_weights": "tokens",
+}
 
 
 @pytest.mark.parametrize(
@@ -147,15 +167,21 @@ def test_devices_that_share_experts_train_as_one_does():
     ("leaves", "message"),
     [
         ({"expert_axis": 2}, "expert_axis=2 has no meaning for a model without exp"),
-        ({"expert_axis": 4, "num_experts": 6, "expert_width": 8},
-         "num_experts=6 is not a multiple of the mesh's expert_axis=4; use num_"),
-        ({"expert_axis": 3, "batch_per_region": 4},
-         r"data_axis=1 \* expert_axis=3, whi"),
+        (
+            {"expert_axis": 4, "num_experts": 6, "expert_width": 8},
+            "num_experts=6 is not a multiple of the mesh's expert_axis=4; use num_",
+        ),
+        (
+            {"expert_axis": 3, "batch_per_region": 4},
+            r"data_axis=1 \* expert_axis=3, whi",
+        ),
         ({"expert_axis": 2, "stages": 2}, "expert_axis=2 is not for pipelines"),
-        ({"batch_per_region": 32, "data_axis": 32, "sequence_axis": 2},
-         r"width=32 .* data_axis \* sequence_axis=64; use width=64"),
+        (
+            {"batch_per_region": 32, "data_axis": 32, "sequence_axis": 2},
+            r"width=32 .* data_axis \* sequence_axis=64; use width=64",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_devices_cannot_share_is_named(leaves, message):
     def configure():
         config = SHARED.replace(**leaves)

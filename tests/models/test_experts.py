@@ -98,9 +98,13 @@ def test_the_kernel_of_tpus_sums_each_group():
     rows = rng.normal(size=(64, 8))
     grad = rng.normal(size=(64, 12))
     products = dispatching.tgmm(
-        jnp.float32(rows.T), jnp.float32(grad), sizes,
-        preferred_element_type=jnp.float32, tiling=(64, 512, 512), interpret=True,
-    )  # fmt: skip
+        jnp.float32(rows.T),
+        jnp.float32(grad),
+        sizes,
+        preferred_element_type=jnp.float32,
+        tiling=(64, 512, 512),
+        interpret=True,
+    )
 
     ends = np.cumsum(sizes)
     wanted = [

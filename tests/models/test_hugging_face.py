@@ -16,9 +16,16 @@ from tests.models import oracle
 from tests.program.mixture import drawn_params
 
 SCANNED = TransformerConfig(
-    vocab_size=32, num_layers=3, width=16, mlp_width=24, num_heads=4, num_kv_heads=2,
-    rope_theta=500.0, norm_epsilon=1e-3, tie_embeddings=False,
-)  # fmt: skip
+    vocab_size=32,
+    num_layers=3,
+    width=16,
+    mlp_width=24,
+    num_heads=4,
+    num_kv_heads=2,
+    rope_theta=500.0,
+    norm_epsilon=1e-3,
+    tie_embeddings=False,
+)
 APART = dataclasses.replace(SCANNED, scan_layers=False)
 TIED = dataclasses.replace(APART, tie_embeddings=True, num_kv_heads=4)
 MIXTRAL = dataclasses.replace(
@@ -29,11 +36,17 @@ TOKENS = np.random.default_rng(2).integers(0, 32, (2, 11)).astype(np.int32)
 
 OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 INSIDE = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj", "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm", "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj", "down": "mlp.down_proj", "router": "block_sparse_moe.gate",
-}  # fmt: skip
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "router": "block_sparse_moe.gate",
+}
 OF_EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -79,11 +92,15 @@ def test_tensors_have_the_names_and_turns_of_hugging_face(config, tmp_path):
     said = json.loads((tmp_path / "config.json").read_text())
     wanted = as_in_files(oracle.unstacked(config, drawn_params(config)))
     jax.tree.map(np.testing.assert_array_equal, tensors, wanted)
-    assert said | {
-        "hidden_size": 16, "num_attention_heads": 4, "rope_theta": 500.0,
-        "num_key_value_heads": config.num_kv_heads, "rms_norm_eps": 1e-3,
+    sizes = {
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "rope_theta": 500.0,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": 1e-3,
         "tie_word_embeddings": config.tie_embeddings,
-    } == said  # fmt: skip
+    }
+    assert {name: said[name] for name in sizes} == sizes
 
     if config.num_experts:
         assert (said["num_local_experts"], said["num_experts_per_tok"]) == (4, 2)

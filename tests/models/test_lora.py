@@ -13,9 +13,16 @@ from cocodc_jax.models import hugging_face, lora
 from tests.slow import mostly_slow
 
 CONFIG = models.TransformerConfig(
-    vocab_size=32, num_layers=2, width=16, mlp_width=24, num_heads=4, num_kv_heads=2,
-    lora_rank=3, lora_alpha=6.0, lora_targets="query,output,down",
-)  # fmt: skip
+    vocab_size=32,
+    num_layers=2,
+    width=16,
+    mlp_width=24,
+    num_heads=4,
+    num_kv_heads=2,
+    lora_rank=3,
+    lora_alpha=6.0,
+    lora_targets="query,output,down",
+)
 PLAIN = dataclasses.replace(CONFIG, lora_rank=0)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 11)).astype(np.int32)
 

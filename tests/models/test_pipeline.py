@@ -159,9 +159,14 @@ class TestProgram:
     @staticmethod
     def result(mesh, loss_fn, specs):
         program = RegionProgram(
-            loss_fn, optax.adam(1e-2), methods.get("diloco", sync_interval=2),
-            draw(CONFIG), _REGIONS, mesh=mesh, param_specs=specs,
-        )  # fmt: skip
+            loss_fn,
+            optax.adam(1e-2),
+            methods.get("diloco", sync_interval=2),
+            draw(CONFIG),
+            _REGIONS,
+            mesh=mesh,
+            param_specs=specs,
+        )
         stream = (tokens(_REGIONS)[:, ::way] for way in (1, -1, 1, -1))
         state, outputs = follow(program, program.init(draw(CONFIG), KEY), stream, 4)
         outer = jax.device_get(program.outer_params(state))

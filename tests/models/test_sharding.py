@@ -31,9 +31,15 @@ from tests.models.pipelined import (
 )
 
 _CONFIG = TransformerConfig(
-    vocab_size=32, num_layers=2, width=16, mlp_width=24, num_heads=4, num_kv_heads=2,
-    qk_norm=True, tie_embeddings=False,
-)  # fmt: skip
+    vocab_size=32,
+    num_layers=2,
+    width=16,
+    mlp_width=24,
+    num_heads=4,
+    num_kv_heads=2,
+    qk_norm=True,
+    tie_embeddings=False,
+)
 # Every mechanism with a loop or a constant in it, on and off.
 _CHUNKED = dataclasses.replace(_CONFIG, loss_chunk_tokens=12, remat="full")
 _UNSCANNED = dataclasses.replace(
@@ -46,9 +52,11 @@ _REGIONS = 4
 def _mesh(**axes):
     sizes = tuple(axes.values())
     return jax.make_mesh(
-        sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes),
+        sizes,
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
         devices=jax.devices()[: int(np.prod(sizes))],
-    )  # fmt: skip
+    )
 
 
 def _step(config, make=make_loss_fn):
@@ -72,9 +80,13 @@ def _over_regions(mesh, step, **options):
     """The step mapped over the regions that a device holds."""
     regions = P("region")
     return jax.shard_map(
-        jax.vmap(step), mesh=mesh, axis_names={"region"}, in_specs=regions,
-        out_specs=regions, **options,
-    )  # fmt: skip
+        jax.vmap(step),
+        mesh=mesh,
+        axis_names={"region"},
+        in_specs=regions,
+        out_specs=regions,
+        **options,
+    )
 
 
 def test_sharded_step_equals_the_unsharded_one():
@@ -115,10 +127,14 @@ _WHOLE = dataclasses.replace(_CONFIG, scan_layers=False, num_layers=1)
 
 @pytest.mark.parametrize(
     ("config", "parts"),
-    [(_CHUNKED, 1), (_TIED, 2), pytest.param(_ADAPTED, 1, marks=pytest.mark.slow),
-     pytest.param(_WHOLE, 1, marks=pytest.mark.slow)],
+    [
+        (_CHUNKED, 1),
+        (_TIED, 2),
+        pytest.param(_ADAPTED, 1, marks=pytest.mark.slow),
+        pytest.param(_WHOLE, 1, marks=pytest.mark.slow),
+    ],
     ids=["untied", "tied, accumulated", "adapters", "unscanned"],
-)  # fmt: skip
+)
 def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config, parts):
     params, tokens, expected = _example(config)
     mesh = _mesh(region=2, data=2, model=2)
@@ -172,13 +188,15 @@ def test_weights_gathered_in_steps_change_no_number():
 
 @pytest.mark.parametrize(
     ("config", "axes"),
-    [pytest.param(_TIED, dict(data=2, sequence=2, model=1), marks=pytest.mark.slow),
-     pytest.param(
-        _CHUNKED, dict(data=1, sequence=4, model=2), marks=pytest.mark.slow
-     ),
-     (_ADAPTED, dict(data=2, sequence=2, model=2))],
+    [
+        pytest.param(_TIED, dict(data=2, sequence=2, model=1), marks=pytest.mark.slow),
+        pytest.param(
+            _CHUNKED, dict(data=1, sequence=4, model=2), marks=pytest.mark.slow
+        ),
+        (_ADAPTED, dict(data=2, sequence=2, model=2)),
+    ],
     ids=["tied, of data too", "untied, of heads too", "adapters"],
-)  # fmt: skip
+)
 def test_positions_on_several_devices_change_no_number(config, axes):
     length = 8
     params, tokens, _ = _of_one_region(config)
@@ -217,8 +235,11 @@ def test_bfloat16_gradients_of_a_divided_loss_are_as_long_as_those_of_the_plain_
     def divided(hidden, head):
         sums = jax.shard_map(
             lambda *args: divided_cross_entropy(*args, targets, 2048, Layout()),
-            mesh=_mesh(data=1, model=1), in_specs=P(), out_specs=P(), check_vma=False,
-        )  # fmt: skip
+            mesh=_mesh(data=1, model=1),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
         return sums(hidden, head)[0] / targets.size
 
     def plain(hidden, head):
@@ -282,14 +303,18 @@ def test_unknown_parameters_are_refused():
 @pytest.mark.parametrize(
     ("changes", "data", "model", "message"),
     [
-        ({}, 3, 1,
-         "width=16 is not a multiple of the mesh's data=3; use width=18 or data=2"),
+        (
+            {},
+            3,
+            1,
+            "width=16 is not a multiple of the mesh's data=3; use width=18 or data=2",
+        ),
         ({}, 1, 8, "num_heads=4 .* model=8; use num_heads=8 or model=4"),
         ({}, 1, 4, "num_kv_heads=2 .* model=4; use num_kv_heads=4 or model=2"),
         ({"mlp_width": 25}, 2, 2, "mlp_width=25 .*; use mlp_width=26 or model=1"),
         ({"vocab_size": 33}, 2, 2, "vocab_size=33 .*; use vocab_size=34 or model=1"),
     ],
-)  # fmt: skip
+)
 def test_indivisible_dimensions_are_named(changes, data, model, message):
     with pytest.raises(ValueError, match=message):
         check_divisible(dataclasses.replace(_CONFIG, **changes), data, model)

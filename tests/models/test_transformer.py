@@ -91,15 +91,18 @@ def test_scanned_and_unscanned_models_are_one():
     unstacked = oracle.unstacked(scanned, params)
 
     np.testing.assert_allclose(
-        _logits(scanned, params, tokens), _logits(_UNTIED, unstacked, tokens),
-        rtol=1e-5, atol=1e-6,
-    )  # fmt: skip
+        _logits(scanned, params, tokens),
+        _logits(_UNTIED, unstacked, tokens),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
     assert_all_close(
         oracle.unstacked(scanned, _grad(scanned, params, tokens)),
         _grad(_UNTIED, unstacked, tokens),
-        rtol=1e-4, atol=1e-6,
-    )  # fmt: skip
+        rtol=1e-4,
+        atol=1e-6,
+    )
 
 
 def test_scanned_and_unscanned_models_start_alike():
@@ -232,9 +235,14 @@ def test_forward_over_reverse_gives_the_same_with_chunks_and_repeated_products()
 @pytest.mark.parametrize("config", [_SMALL, _UNTIED], ids=["tied", "untied"])
 def test_flops_per_token_are_those_of_the_compiled_step(config):
     config = dataclasses.replace(
-        config, num_layers=1, width=64, mlp_width=160, vocab_size=256,
-        scan_layers=False, num_kv_heads=4,
-    )  # fmt: skip
+        config,
+        num_layers=1,
+        width=64,
+        mlp_width=160,
+        vocab_size=256,
+        scan_layers=False,
+        num_kv_heads=4,
+    )
     shapes = jax.eval_shape(functools.partial(init_params, config), _KEY)
     tokens = jax.ShapeDtypeStruct((2, 65), np.int32)
     grad = jax.value_and_grad(make_loss_fn(config), has_aux=True)

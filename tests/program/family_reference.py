@@ -144,10 +144,12 @@ def from_chunks(chunks, shape):
 def cosines(n):
     """Orthonormal DCT-II, element by element."""
     rows = [
-        [math.cos(math.pi * (i + 0.5) * f / n) * math.sqrt((1 if f == 0 else 2) / n)
-         for i in range(n)]
+        [
+            math.cos(math.pi * (i + 0.5) * f / n) * math.sqrt((1 if f == 0 else 2) / n)
+            for i in range(n)
+        ]
         for f in range(n)
-    ]  # fmt: skip
+    ]
     return np.array(rows)
 
 
@@ -647,9 +649,19 @@ def look_ahead(lr, momentum, rho, numbers, seen):
 
 
 def fragments_in_turn(
-    s, fragments, interval, delay, outer_lr, momentum, merge,
-    step_times=None, tokens=None, counted=None, phase=0, average=None,
-):  # fmt: skip
+    s,
+    fragments,
+    interval,
+    delay,
+    outer_lr,
+    momentum,
+    merge,
+    step_times=None,
+    tokens=None,
+    counted=None,
+    phase=0,
+    average=None,
+):
     """Streaming: fragment j mod K starts at slot j; `merge(local, staged, outer)`.
 
     A fragment is a list of tensors' names. Slots come `phase` ticks before the

@@ -15,21 +15,34 @@ from cocodc_jax.sync.needs import UserInputs
 from tests.program.tiny import follow
 
 MODEL = models.TransformerConfig(
-    vocab_size=16, num_layers=2, width=8, mlp_width=8, num_heads=1, num_kv_heads=1,
-    num_experts=4, expert_width=6,
-)  # fmt: skip
+    vocab_size=16,
+    num_layers=2,
+    width=8,
+    mlp_width=8,
+    num_heads=1,
+    num_kv_heads=1,
+    num_experts=4,
+    expert_width=6,
+)
 OPTIONS = {
-    "num_fragments": 2, "fragment_strategy": "experts", "expert_weights": "tokens",
-}  # fmt: skip
+    "num_fragments": 2,
+    "fragment_strategy": "experts",
+    "expert_weights": "tokens",
+}
 METHODS = {
     "streaming_diloco": methods.get(
         "streaming_diloco", sync_interval=4, delay_steps=2, mixing_alpha=0.5, **OPTIONS
     ),
     "cocodc": methods.get(
-        "cocodc", sync_interval=4, delay_steps=1, syncs_per_interval=4,
-        transmission_score="load", compress="ef+int8", **OPTIONS,
+        "cocodc",
+        sync_interval=4,
+        delay_steps=1,
+        syncs_per_interval=4,
+        transmission_score="load",
+        compress="ef+int8",
+        **OPTIONS,
     ),
-}  # fmt: skip
+}
 OPTIMIZER = models.experts.counting(optax.adamw(1e-2, weight_decay=0.1))
 USER_INPUTS = UserInputs(token_counts=models.experts.is_token_count)
 _KEY = jax.random.key(0)
@@ -67,9 +80,14 @@ def stream(first_step=0):
 
 def make_program(name):
     return RegionProgram(
-        loss_fn, OPTIMIZER, METHODS[name], make_params(), 2, mesh=make_mesh(2),
+        loss_fn,
+        OPTIMIZER,
+        METHODS[name],
+        make_params(),
+        2,
+        mesh=make_mesh(2),
         user_inputs=USER_INPUTS,
-    )  # fmt: skip
+    )
 
 
 shared_program = functools.cache(make_program)

@@ -50,10 +50,14 @@ def slope_fn(params, target, key):
 
 def make(method, regions=NUM_REGIONS, optimizer=None, loss=loss_fn, patterns=None):
     return RegionProgram(
-        loss, optimizer or optax.sgd(LR), method, PARAMS, regions,
+        loss,
+        optimizer or optax.sgd(LR),
+        method,
+        PARAMS,
+        regions,
         fragments=patterns and cut_by_patterns(PARAMS, patterns),
         user_inputs=UserInputs(LR, outputs=(gap_fn, square_fn)),
-    )  # fmt: skip
+    )
 
 
 def run(program, targets=TARGETS, stops=()):

@@ -49,9 +49,12 @@ CASES = {
     "noloco": (H, 4, False),
     "eager": (H, 8, False),
     "lt_admm": (H, 4, False),
-    "dilocox": (H | {"rank": 1, "min_rank": 1, "sum_factors": True,
-                     "adaptive_rank": False}, 8, True),
-}  # fmt: skip
+    "dilocox": (
+        H | {"rank": 1, "min_rank": 1, "sum_factors": True, "adaptive_rank": False},
+        8,
+        True,
+    ),
+}
 
 
 def loss_fn(params, batch, key=None):
@@ -182,9 +185,13 @@ def test_moments_that_are_not_finite_are_in_no_mean(exchange):
 
     def moments(targets, regions):
         program = cc.RegionProgram(
-            loss_fn, optimizer, method, PARAMS, regions,
+            loss_fn,
+            optimizer,
+            method,
+            PARAMS,
+            regions,
             transport=cc.Transport(exchange=exchange),
-        )  # fmt: skip
+        )
         state = program.init(PARAMS, jax.random.key(0))
         batches = (jax.tree.map(lambda x, t=t: x[t], targets) for t in range(2))
         *_, (state, _) = cc.run_steps(program, state, batches, num_steps=2)

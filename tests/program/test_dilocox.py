@@ -439,9 +439,14 @@ def test_who_joins_does_so_at_the_rank_of_the_others(is_carried):
     """The region that joins was cut off at the first rank, or has just begun."""
     place = Place(0, ("127.0.0.1:1", "127.0.0.1:2"), b"k" * 32)
     one = RegionProgram(
-        loss_fn, SGD, ADAPTIVE, PARAMS, 2, mesh=make_mesh(1),
+        loss_fn,
+        SGD,
+        ADAPTIVE,
+        PARAMS,
+        2,
+        mesh=make_mesh(1),
         transport=Transport("elastic", place=place),
-    )  # fmt: skip
+    )
     schedule = dataclasses.replace(
         start(one).sync.schedule, in_flight=(), sent_rank=3, round_steps=3
     )

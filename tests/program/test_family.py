@@ -67,9 +67,11 @@ UNEVEN = {
 }
 # Signs have no size: the step is the learning rate.
 OPTIMIZERS = {
-    "demo": optax.sgd(0.01), "distributed_lion": optax.sgd(0.01),
-    "des_loc": optax.adam(0.02), "mt_dao": mt_adam(0.02),
-}  # fmt: skip
+    "demo": optax.sgd(0.01),
+    "distributed_lion": optax.sgd(0.01),
+    "des_loc": optax.adam(0.02),
+    "mt_dao": mt_adam(0.02),
+}
 
 
 # One of each kind of part; the rest are methods beside them.

@@ -201,9 +201,12 @@ def test_co2_without_momentum_is_averaging_one_round_late():
 def test_a_region_of_twice_the_batch_counts_twice():
     """Of one constant gradient a region, averaged once over 12 steps."""
     method = methods.get(
-        "diloco", sync_interval=12, outer_lr=1.0, outer_momentum=0.0,
+        "diloco",
+        sync_interval=12,
+        outer_lr=1.0,
+        outer_momentum=0.0,
         region_weights="tokens",
-    )  # fmt: skip
+    )
     regions = Regions((1.0, 2.0, 1.0, 1.0), (2, 2, 1, 1))
     _, outer = train(method, SLOPES, loss=quadratic.slope_fn, regions=regions)
 

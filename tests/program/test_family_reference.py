@@ -327,11 +327,14 @@ CASES = {
 def train(case):
     """The regions' parameters, and the outer ones."""
     program = RegionProgram(
-        loss_fn, case.optimizer, methods.get(case.name, **case.options), PARAMS,
+        loss_fn,
+        case.optimizer,
+        methods.get(case.name, **case.options),
+        PARAMS,
         case.regions or case.num_regions,
         mesh=make_mesh(case.num_regions, devices=jax.devices()[: case.num_devices]),
         fragments=case.patterns and cut_by_patterns(PARAMS, case.patterns),
-    )  # fmt: skip
+    )
 
     state = program.init(PARAMS, jax.random.key(0))
     targets = TARGETS[:, : case.num_regions]

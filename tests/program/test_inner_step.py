@@ -73,9 +73,12 @@ def test_the_check_catches_the_gradient_of_replicated_parameters():
             return jax.tree.map(lambda x: x[None], grads)
 
         mapped = jax.shard_map(
-            body, mesh=mesh, axis_names={REGION}, in_specs=(P(), P(REGION)),
+            body,
+            mesh=mesh,
+            axis_names={REGION},
+            in_specs=(P(), P(REGION)),
             out_specs=P(REGION),
-        )  # fmt: skip
+        )
         jaxpr = jax.make_jaxpr(mapped)(tiny.make_params(), tiny.make_batch(0))
         return primitives(jaxpr) & COLLECTIVES
 

@@ -58,9 +58,13 @@ def test_the_true_hessian_gives_the_undelayed_gradient():
     between becomes a step from the new outer values, `b` being where it was.
     """
     cocodc = methods.get(
-        "cocodc", syncs_per_interval=2, curvature="hessian_vector",
-        curvature_units="parameter", compensation_strength=1.0, **SHORT,
-    )  # fmt: skip
+        "cocodc",
+        syncs_per_interval=2,
+        curvature="hessian_vector",
+        curvature_units="parameter",
+        compensation_strength=1.0,
+        **SHORT,
+    )
 
     (staged, _), (local, outer) = train(cocodc, TARGETS[:3], stops=(2,))
 
@@ -174,9 +178,11 @@ def test_where_nothing_can_be_remembered_it_is_refused(options, message):
 def test_every_fragment_must_have_what_remembers():
     params = {"a": jnp.ones((4, 4)), "b": jnp.ones(4)}
     method = methods.get(
-        "streaming_diloco", num_fragments=2, compress="matrices+ef+int8",
+        "streaming_diloco",
+        num_fragments=2,
+        compress="matrices+ef+int8",
         merge_feedback=True,
-    )  # fmt: skip
+    )
     fragments = cut(params, 2, "balanced_tensors")
     with pytest.raises(ValueError, match="fragment 1 has other ones"):
         check_feedback(method, fragments, params)
@@ -191,9 +197,11 @@ def test_compensation_that_keeps_all_progress_has_nothing_to_tell():
 
 QUICK = ["data_parallel", "cocodc"]
 METHODS = {
-    "data_parallel": {}, "diloco": {"sync_interval": 4, **OUTER},
-    "streaming_diloco": SHORT, "cocodc": SHORT,
-}  # fmt: skip
+    "data_parallel": {},
+    "diloco": {"sync_interval": 4, **OUTER},
+    "streaming_diloco": SHORT,
+    "cocodc": SHORT,
+}
 
 
 @pytest.mark.parametrize("name", mostly_slow(METHODS, quick=QUICK))

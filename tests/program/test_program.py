@@ -177,9 +177,13 @@ class TestCompilation:
 
     @pytest.mark.parametrize(
         ("name", "length"),
-        [("data_parallel", 4), ("diloco", 4), ("streaming_diloco", 4),
-         ("streaming_diloco", 1)],
-    )  # fmt: skip
+        [
+            ("data_parallel", 4),
+            ("diloco", 4),
+            ("streaming_diloco", 4),
+            ("streaming_diloco", 1),
+        ],
+    )
     def test_nothing_is_moved_unasked(self, name, length):
         """A single device otherwise takes host batches in with its other arguments."""
         program = tiny.shared_program(name)

@@ -86,12 +86,16 @@ def of_stacked(tree):
 
 PROBLEMS = {
     "plain": quadratic(
-        0, lambda tree: tree, {"a": (4,), "b": (3,), "c": (2,)},
-        {1: [["a", "b", "c"]], 2: [["a", "c"], ["b"]], 3: [["a"], ["b"], ["c"]]}, 2,
+        0,
+        lambda tree: tree,
+        {"a": (4,), "b": (3,), "c": (2,)},
+        {1: [["a", "b", "c"]], 2: [["a", "c"], ["b"]], 3: [["a"], ["b"], ["c"]]},
+        2,
     ),
     # Three stacked blocks; units embed, 0, 1, 2, head go to fragments by turns.
     "stacked": quadratic(
-        1, of_stacked,
+        1,
+        of_stacked,
         {"blocks": {"w": (3, 2)}, "embed": {"w": (3,)}, "head": {"w": (2,)}},
         {
             1: [["embed", "block0", "block1", "block2", "head"]],
@@ -100,7 +104,7 @@ PROBLEMS = {
         },
         4,
     ),
-}  # fmt: skip
+}
 
 
 def cast(tree, dtype):
@@ -111,11 +115,14 @@ def run_program(problem, method, inner, num_steps, dtype):
     """The package's run: the last state, all syncs, and the program."""
     params = cast(problem.params, dtype)
     program = RegionProgram(
-        problem.loss_fn, optax.sgd(LR) if inner == "sgd" else optax.adamw(LR, **ADAM),
-        method, params, NUM_REGIONS,
+        problem.loss_fn,
+        optax.sgd(LR) if inner == "sgd" else optax.adamw(LR, **ADAM),
+        method,
+        params,
+        NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS, devices=jax.devices()[: problem.num_devices]),
         user_inputs=UserInputs(LR, adam_second_moment(ADAM["b2"])),
-    )  # fmt: skip
+    )
 
     state = program.init(params, jax.random.key(0))
     batches = problem.batches
@@ -133,11 +140,13 @@ def run_reference(problem, method, inner, num_steps, dtype):
     )
     batches = problem.batches[:num_steps]
     return reference.Run(
-        problem.oracle, method, reference.Sgd(LR) if inner == "sgd" else adam,
+        problem.oracle,
+        method,
+        reference.Sgd(LR) if inner == "sgd" else adam,
         problem.oracle.join(problem.names(problem.params)).astype(np.float64),
         [[of_region(b, m) for m in range(NUM_REGIONS)] for b in batches],
         np.dtype(dtype).itemsize,
-    )  # fmt: skip
+    )
 
 
 def assert_agree(problem, pair, dtype):
@@ -202,8 +211,11 @@ class Pair:
 
 
 SHORT = {
-    "sync_interval": 13, "num_fragments": 2, "delay_steps": 3, "syncs_per_interval": 4,
-}  # fmt: skip
+    "sync_interval": 13,
+    "num_fragments": 2,
+    "delay_steps": 3,
+    "syncs_per_interval": 4,
+}
 COMPENSATED = {"interval": 13, "slot": 3, "tau": 3, "merge": "compensate"}
 
 
@@ -219,15 +231,18 @@ def cocodc(curvature, product, score, inner="adamw", **options):
 
 
 METHODS = {
-    "data_parallel": Pair("data_parallel", {}, {"reduce_gradients": True}, 1,
-                          num_steps=18),
-    "diloco": Pair("diloco", {"sync_interval": 5}, {"interval": 5, "slot": 5}, 1,
-                   num_steps=15),
+    "data_parallel": Pair(
+        "data_parallel", {}, {"reduce_gradients": True}, 1, num_steps=18
+    ),
+    "diloco": Pair(
+        "diloco", {"sync_interval": 5}, {"interval": 5, "slot": 5}, 1, num_steps=15
+    ),
     # A delay longer than a slot: two fragments are in flight at once.
     "streaming_diloco": Pair(
         "streaming_diloco",
         {"sync_interval": 9, "num_fragments": 3, "delay_steps": 6, "mixing_alpha": 0.3},
-        {"interval": 9, "slot": 3, "tau": 6, "merge": "mix", "alpha": 0.3}, 3,
+        {"interval": 9, "slot": 3, "tau": 6, "merge": "mix", "alpha": 0.3},
+        3,
         num_steps=27,
     ),
     "cocodc": cocodc("outer_product", reference.outer_product, "pseudo_gradient"),
@@ -237,12 +252,15 @@ METHODS = {
     "cocodc_paper code": compensated(
         "cocodc_paper", reference.as_coded, "drift", strength=1.0, rule="code"
     ),
-}  # fmt: skip
+}
 CURVATURES = {
     "none": cocodc("none", reference.no_curvature, "round_robin", "sgd"),
     "isotropic": cocodc("isotropic", reference.isotropic(3), "drift"),
     "outer_product of gradients": cocodc(
-        "outer_product", reference.outer_product_of_gradients, "pseudo_gradient", "sgd",
+        "outer_product",
+        reference.outer_product_of_gradients,
+        "pseudo_gradient",
+        "sgd",
         curvature_units="gradient",
     ),
     "normalized": cocodc("normalized_outer_product", reference.normalized, "aged"),
@@ -251,13 +269,16 @@ CURVATURES = {
         "adam_second_moment", reference.adam_second_moment, "gain"
     ),
     "hessian_vector": cocodc(
-        "hessian_vector", reference.hessian_vector_sgd, "rms", "sgd",
+        "hessian_vector",
+        reference.hessian_vector_sgd,
+        "rms",
+        "sgd",
         curvature_units="parameter",
     ),
     "hessian_vector, adam": cocodc(
         "hessian_vector", reference.hessian_vector_adam, "disagreement"
     ),
-}  # fmt: skip
+}
 
 
 WAYS = list(itertools.product(METHODS, PROBLEMS, TOLERANCE))
@@ -281,9 +302,12 @@ def test_each_method_is_its_formula(name, problem, dtype):
 
 # Of the two Hessians one, of products of gradients one.
 QUICK_CURVATURES = (
-    "isotropic", "outer_product of gradients", "secant", "adam_second_moment",
+    "isotropic",
+    "outer_product of gradients",
+    "secant",
+    "adam_second_moment",
     "hessian_vector, adam",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", mostly_slow(CURVATURES, quick=QUICK_CURVATURES))

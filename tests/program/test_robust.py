@@ -31,9 +31,14 @@ PARAMS = {"a": np.array([1.0, -2.0, 0.5]), "b": np.array([2.0, 1.0])}
 OUTER = {"outer_lr": 0.5, "outer_momentum": 0.9}
 DILOCO = functools.partial(methods.get, "diloco", sync_interval=2, **OUTER)
 STREAMING = functools.partial(
-    methods.get, "streaming_diloco", sync_interval=4, num_fragments=2, delay_steps=2,
-    mixing_alpha=0.25, **OUTER,
-)  # fmt: skip
+    methods.get,
+    "streaming_diloco",
+    sync_interval=4,
+    num_fragments=2,
+    delay_steps=2,
+    mixing_alpha=0.25,
+    **OUTER,
+)
 
 
 def loss_fn(params, batch, key):
@@ -207,9 +212,13 @@ def test_nobody_left_out_changes_nothing():
 def test_an_outlier_is_one_whatever_the_mean_is_of(averaging):
     """Directions are of length 1, far above that of a short pseudo-gradient."""
     method = methods.get(
-        "decoupled_diloco", sync_interval=6, num_fragments=1, delay_steps=1,
-        averaging=averaging, exclude_above=5.0,
-    )  # fmt: skip
+        "decoupled_diloco",
+        sync_interval=6,
+        num_fragments=1,
+        delay_steps=1,
+        averaging=averaging,
+        exclude_above=5.0,
+    )
     program = RegionProgram(loss_fn, optax.sgd(1e-5), method, PARAMS, R)
     _, verdict = verdict_of(program, 7)
     assert verdict == {0: "outlier", 2: "not finite"}
@@ -237,9 +246,13 @@ def test_what_was_not_sent_is_forgotten_and_the_rate_goes_on():
 def test_a_region_whose_adam_has_no_step_yet_is_merged_as_others_are(curvature):
     """Region 2 is restored as it merges, its inner optimizer fresh."""
     method = methods.get(
-        "cocodc", sync_interval=4, num_fragments=1, delay_steps=2, curvature=curvature,
+        "cocodc",
+        sync_interval=4,
+        num_fragments=1,
+        delay_steps=2,
+        curvature=curvature,
         exclude_above=5.0,
-    )  # fmt: skip
+    )
     optimizer = optax.adam(LR)
     user_inputs = UserInputs(LR, adam_second_moment(0.999))
     program = RegionProgram(
@@ -265,9 +278,14 @@ def train_in(folder, num_steps, **options):
 @pytest.mark.parametrize("changes", [{}, {"schedule": one_step_stale(4, 2)}])
 def test_a_region_is_restored_before_and_after_the_middle_of_a_delay(changes):
     method = methods.get(
-        "cocodc", curvature="secant", sync_interval=4, num_fragments=1, delay_steps=4,
-        syncs_per_interval=1, exclude_above=5.0,
-    )  # fmt: skip
+        "cocodc",
+        curvature="secant",
+        sync_interval=4,
+        num_fragments=1,
+        delay_steps=4,
+        syncs_per_interval=1,
+        exclude_above=5.0,
+    )
     program = make_program(method.with_sync(**changes))
     state = start(program)
 

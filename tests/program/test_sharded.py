@@ -33,13 +33,15 @@ def result(program):
     state, outputs = tiny.finish(program, tiny.start(program), NUM_STEPS)
 
     arrays = {
-        "region": state.region, "outer": state.sync and state.sync.outer,
+        "region": state.region,
+        "outer": state.sync and state.sync.outer,
         "in_flight": state.sync and state.sync.in_flight,
         "losses": np.concatenate([np.asarray(o.losses) for o in outputs]),
         "draws": np.concatenate([np.asarray(o.aux["draw"]) for o in outputs]),
         "syncs": [sync for o in outputs for sync in o.syncs],
-        "mean": program.mean_params(state), "outer_params": program.outer_params(state),
-    }  # fmt: skip
+        "mean": program.mean_params(state),
+        "outer_params": program.outer_params(state),
+    }
     return tiny.host(arrays), state.sync and state.sync.schedule.in_flight
 
 
@@ -174,9 +176,11 @@ def test_one_device_in_all_is_enough():
     """In a process of its own: the regions and the outer state share the device."""
     words = ("-c", ONE_DEVICE, str(NUM_STEPS), "data_parallel", "cocodc")
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True,
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
         cwd=pathlib.Path(__file__).parents[2],
-    )  # fmt: skip
+    )
 
     assert done.returncode == 0, done.stderr
 

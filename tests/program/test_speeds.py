@@ -36,9 +36,13 @@ def loss_fn(params, batch, key):
 
 def make(method, regions=SPEEDS, optimizer=None):
     return RegionProgram(
-        loss_fn, optimizer or optax.sgd(1.0), method, PARAMS, regions,
+        loss_fn,
+        optimizer or optax.sgd(1.0),
+        method,
+        PARAMS,
+        regions,
         mesh=make_mesh(NUM_REGIONS),
-    )  # fmt: skip
+    )
 
 
 def states(program, num_steps):

@@ -281,7 +281,7 @@ def test_a_models_state_goes_along():
             PARAMS,
             regions,
             model_state=cc.ModelState({name: jnp.zeros(3)}),
-        )  # fmt: skip
+        )
         for regions, name in ((4, "mean"), (2, "mean"), (2, "var"))
     )
     state = finish(old, start(old), 4)

@@ -228,12 +228,18 @@ def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("raised", "kind", "message"),
     [
-        (ImportError("Please install gcsfs to access Google Storage"),
-         MissingExtraError, r"gcsfs is not installed: pip .*cocodc_jax\[gcs\]"),
-        (RuntimeError("401 anonymous caller"),
-         TransientError, "gs://.*one cannot be reached: 401 anony"),
+        (
+            ImportError("Please install gcsfs to access Google Storage"),
+            MissingExtraError,
+            r"gcsfs is not installed: pip .*cocodc_jax\[gcs\]",
+        ),
+        (
+            RuntimeError("401 anonymous caller"),
+            TransientError,
+            "gs://.*one cannot be reached: 401 anony",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_reaches_no_bucket_is_told_at_once(raised, kind, message, monkeypatch):
     def exists(path):
         raise raised

@@ -198,9 +198,15 @@ def test_the_second_moments_decay_is_the_optimizers_own():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("beta1", 0.5), ("beta2", 0.5), ("slow_beta", 0.5), ("slow_weight", 0.1),
-     ("fast_weight", 0.5), ("grad_clip", 0.01)],
-)  # fmt: skip
+    [
+        ("beta1", 0.5),
+        ("beta2", 0.5),
+        ("slow_beta", 0.5),
+        ("slow_weight", 0.1),
+        ("fast_weight", 0.5),
+        ("grad_clip", 0.01),
+    ],
+)
 def test_an_argument_is_refused_where_it_changes_nothing(optimizer, name, value):
     params = {"blocks": {"w": jnp.eye(3)}, "bias": jnp.ones(3)}
 

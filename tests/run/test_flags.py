@@ -112,11 +112,15 @@ WRONG = [
     ("--inner_lr=fast", "--inner_lr=fast must be a number"),
     ("--qk_norm=maybe", "--qk_norm=maybe must be true or false"),
     ("--workdir=~nobody-here/a", "--workdir=~nobody-here/a must be a path without ~"),
-    ("--method=diloco --mixing_alpha=0.5",
-     "--mixing_alpha=0.5 has no meaning for diloco, which takes sync_interv"),
-    ("--preset=tiny --steps=20 --warmup_steps=30",
-     "--warmup_steps=30 must be less than steps=20"),
-]  # fmt: skip
+    (
+        "--method=diloco --mixing_alpha=0.5",
+        "--mixing_alpha=0.5 has no meaning for diloco, which takes sync_interv",
+    ),
+    (
+        "--preset=tiny --steps=20 --warmup_steps=30",
+        "--warmup_steps=30 must be less than steps=20",
+    ),
+]
 
 
 @pytest.mark.parametrize(("words", "line"), WRONG)

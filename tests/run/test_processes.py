@@ -50,15 +50,21 @@ def test_regions_are_shared_out_whole_and_each_of_them_evenly():
     check_shares(2, 4, devices_per_region=6)
     for call, message in (
         (lambda: check_shares(4, 3), "num_processes=3 must divide regions=4"),
-        (lambda: Processes("127.0.0.1:1", 6, 1).start(num_regions=4),
-         "num_processes=6 must divide regions=4, so"),
-        (lambda: check_shares(4, 8, devices_per_region=3),
-         r"num_processes=8 makes 2 processes of each of regions=4, .*stages \* "
-         r"data_axis \* expert_axis \* sequence_axis \* model_axis = 3 devices; .*"
-         "multiple of 2, as with data_axis=2, or use num_processes=4"),
-        (lambda: Processes("127.0.0.1:1", 8, 1).start(num_regions=4),
-         "model_axis = 1 devices; .*num_processes=4"),
-    ):  # fmt: skip
+        (
+            lambda: Processes("127.0.0.1:1", 6, 1).start(num_regions=4),
+            "num_processes=6 must divide regions=4, so",
+        ),
+        (
+            lambda: check_shares(4, 8, devices_per_region=3),
+            r"num_processes=8 makes 2 processes of each of regions=4, .*stages \* "
+            r"data_axis \* expert_axis \* sequence_axis \* model_axis = 3 devices; .*"
+            "multiple of 2, as with data_axis=2, or use num_processes=4",
+        ),
+        (
+            lambda: Processes("127.0.0.1:1", 8, 1).start(num_regions=4),
+            "model_axis = 1 devices; .*num_processes=4",
+        ),
+    ):
         with pytest.raises(ValueError, match=message):
             call()
 

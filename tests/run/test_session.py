@@ -65,10 +65,15 @@ def test_no_elastic_run_starts_from_another(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(b"", "it is no JSON"), (b"\xff{}", "it is no JSON"), (b"[]", "no JSON object"),
-     (b'{"preset": "smoke", "run": 3}', "section 'run' is 3"),
-     ({"steps": "48"}, "another type"), ({"regions": None}, "another type")],
-)  # fmt: skip
+    [
+        (b"", "it is no JSON"),
+        (b"\xff{}", "it is no JSON"),
+        (b"[]", "no JSON object"),
+        (b'{"preset": "smoke", "run": 3}', "section 'run' is 3"),
+        ({"steps": "48"}, "another type"),
+        ({"regions": None}, "another type"),
+    ],
+)
 def test_a_damaged_configuration_is_refused_with_what_to_do(tmp_path, content, why):
     config = PRESET.resolve()
     if isinstance(content, dict):

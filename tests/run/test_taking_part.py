@@ -194,7 +194,7 @@ BOTH = {"region_addresses": ADDRESSES, "key_file": "KEY"}
         ({"via": "x"}, "elastic", "exchange='elastic' needs key_file"),
         (BOTH, "elastic", "region_id=-1 must be 0 to 1"),
     ],
-)  # fmt: skip
+)
 def test_what_is_missing_is_named(key_file, fields, exchange, message):
     if "key_file" in fields:
         fields = {**fields, "key_file": key_file}

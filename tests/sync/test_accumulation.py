@@ -41,21 +41,23 @@ KNOWN = {
     "every": (optax.chain(optax.apply_every(6), optax.sgd(0.1)), 6, (6,)),
     "nested": (multi_steps(3, optax.chain(optax.clip(1.0), multi_steps(2))), 6, (3, 6)),
     "sam": (
-        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), sync_period=3), 3, (3,),
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), sync_period=3),
+        3,
+        (3,),
     ),
     "value": (
-        multi_steps(2, optax.contrib.reduce_on_plateau(patience=1)), 2, (2,),
+        multi_steps(2, optax.contrib.reduce_on_plateau(patience=1)),
+        2,
+        (2,),
     ),
-}  # fmt: skip
+}
 UNKNOWN = {
     "schedule": multi_steps(by_step),
     "schedule in a chain": optax.chain(optax.clip(1.0), multi_steps(by_step)),
     "apply_if_finite": optax.apply_if_finite(multi_steps(4), 3),
-    "skipped": optax.chain(
-        multi_steps(4, should_skip_update_fn=optax.skip_not_finite)
-    ),
+    "skipped": optax.chain(multi_steps(4, should_skip_update_fn=optax.skip_not_finite)),
     "now and then": optax.conditionally_mask(multi_steps(4), lambda step: step % 3 > 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KNOWN)

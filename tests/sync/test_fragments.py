@@ -226,15 +226,21 @@ ROW = np.zeros((2, 3), np.float32)
     ("params", "options", "expected"),
     [
         # Blocks below another name, and two stacks.
-        ({"encoder": {"layers": {"w": ROW}}, "decoder": {"layers": {"w": ROW}}},
-         {"blocks": "layers"},
-         [[("decoder/layers/w", (0,))], [("decoder/layers/w", (1,))],
-          [("encoder/layers/w", (0,))], [("encoder/layers/w", (1,))]]),
+        (
+            {"encoder": {"layers": {"w": ROW}}, "decoder": {"layers": {"w": ROW}}},
+            {"blocks": "layers"},
+            [
+                [("decoder/layers/w", (0,))],
+                [("decoder/layers/w", (1,))],
+                [("encoder/layers/w", (0,))],
+                [("encoder/layers/w", (1,))],
+            ],
+        ),
         # Without blocks a tree is cut by its entries.
         ({"b": ROW, "a": {"w": ROW}}, {}, [[("a/w", None)], [("b", None)]]),
     ],
     ids=["two stacks", "no blocks"],
-)  # fmt: skip
+)
 def test_what_is_a_block(params, options, expected):
     fragments = cut(params, len(expected), **options)
     rows = [[(part.path, part.rows) for part in slices] for slices in fragments.slices]

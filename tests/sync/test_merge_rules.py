@@ -73,14 +73,16 @@ RULES = {
     "no ratio": (merge.compensate(optax.identity()), 2, replayed),
     "outer product": (merge.compensate(PUBLISHED), 3, outer_product),
     "adam": (
-        merge.compensate(delay_compensation(OF_ADAM, 0.5), OF_ADAM.needs), 2,
+        merge.compensate(delay_compensation(OF_ADAM, 0.5), OF_ADAM.needs),
+        2,
         lambda x, s, o, nu: o + (x - s) - 2 * 0.5 * 0.25 * np.sqrt(nu) * (o - s),
     ),
     "chain": (
-        merge.compensate(HALVED), 4,
+        merge.compensate(HALVED),
+        4,
         lambda x, s, o, nu: o - 0.5 * ((s - x) + 0.5 * (o - s)),
     ),
-}  # fmt: skip
+}
 HAVE_A_RATIO = {"no curvature", "outer product", "adam", "chain"}
 
 

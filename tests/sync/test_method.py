@@ -210,10 +210,14 @@ class TestBind:
         [
             ("snoo", {}, (1.0, 1.0), "regions=2 must be 1 for method='snoo'"),
             ("demo", {}, (1.0, 2.0), r"step_times=\(1.0, 2.0\) must all be 1 for"),
-            ("decoupled_diloco", {"answer_steps": "1,1,2,9"}, (1.0, 1.0),
-             "regions=2 must be 4 for method='decoupled_diloco' and its arguments"),
+            (
+                "decoupled_diloco",
+                {"answer_steps": "1,1,2,9"},
+                (1.0, 1.0),
+                "regions=2 must be 4 for method='decoupled_diloco' and its arguments",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_wrong_arguments_are_named(self, name, options, step_times, message):
         regions = Regions(step_times, (1,) * len(step_times))
         with pytest.raises(ValueError, match=message):
@@ -279,15 +283,19 @@ def test_what_is_divided_or_of_pairs_stays_in_the_program():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: merge.compensate("isotropic"),
-         "^transform='isotropic' must be an optax.Grad"),
+        (
+            lambda: merge.compensate("isotropic"),
+            "^transform='isotropic' must be an optax.Grad",
+        ),
         (lambda: PAIRS.placed("divided"), "it has no one outer model to divide"),
-        (lambda: dataclasses.replace(PAIRS, group="trios"),
-         r"group='trios' is unknown; use one of \('all', 'pairs', 'ring'\)"),
+        (
+            lambda: dataclasses.replace(PAIRS, group="trios"),
+            r"group='trios' is unknown; use one of \('all', 'pairs', 'ring'\)",
+        ),
         (lambda: nesterov(math.nan, 0.9), "outer_lr=nan must be positive and finite"),
         (lambda: nesterov(math.inf, 0.9), "outer_lr=inf must be positive and finite"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()

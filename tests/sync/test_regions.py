@@ -26,8 +26,11 @@ def test_steps_and_sequences_of_unequal_regions_by_hand():
     assert regions.steps_done(4).tolist() == [4, 2, 2]
     assert regions.sequences_done(4).tolist() == [16, 4, 16]
     assert regions.participating(0, 4).astype(int).tolist() == [
-        [1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 0, 1],
-    ]  # fmt: skip
+        [1, 0, 0],
+        [1, 1, 1],
+        [1, 1, 0],
+        [1, 0, 1],
+    ]
 
 
 def test_regions_that_are_alike_take_part_in_every_step():

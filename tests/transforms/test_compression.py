@@ -417,10 +417,13 @@ def test_low_rank_recovers_after_a_matrix_of_zeros():
 @pytest.mark.parametrize(
     ("shape", "matrix"),
     [
-        ((), (1, 1)), ((5,), (1, 5)), ((12, 1024, 2688), (12288, 2688)),
-        ((1024, 16, 64), (1024, 1024)), ((12, 1024, 16, 64), (12288, 1024)),
+        ((), (1, 1)),
+        ((5,), (1, 5)),
+        ((12, 1024, 2688), (12288, 2688)),
+        ((1024, 16, 64), (1024, 1024)),
+        ((12, 1024, 16, 64), (12288, 1024)),
     ],
-)  # fmt: skip
+)
 def test_a_tensor_is_the_squarest_matrix_of_its_axes(shape, matrix):
     assert compressor.matrix_shape(shape) == matrix
 
@@ -550,11 +553,14 @@ def test_one_message_per_region_under_vmap(text):
 @pytest.mark.parametrize(
     ("argument", "build"),
     [
-        ("inner", compression.error_feedback), ("inner", compression.matrices),
-        ("values", compression.top_k), ("values", compression.dct_top_k),
-        ("values", compression.threshold), ("factors", compression.low_rank),
+        ("inner", compression.error_feedback),
+        ("inner", compression.matrices),
+        ("values", compression.top_k),
+        ("values", compression.dct_top_k),
+        ("values", compression.threshold),
+        ("factors", compression.low_rank),
     ],
-)  # fmt: skip
+)
 def test_names_and_factories_are_no_compressors(monkeypatch, argument, build, value):
     build = inspect.unwrap(build)
     if argument != "inner":

@@ -217,8 +217,13 @@ def flops(function, *args):
         (lambda: curvature.outer_product(units="adam"), "units='adam'"),
         (lambda: curvature.normalized_outer_product(-1.0), r"max_weight=-1\.0"),
         (lambda: curvature.normalized_outer_product(scope="leaf"), "scope='leaf'"),
-        *((lambda x=x: curvature.normalized_outer_product(eps=x), f"eps={x} must be at")
-          for x in (-1e-8, float("nan"), float("inf"))),
+        *(
+            (
+                lambda x=x: curvature.normalized_outer_product(eps=x),
+                f"eps={x} must be at",
+            )
+            for x in (-1e-8, float("nan"), float("inf"))
+        ),
         (lambda: curvature.adam_second_moment("adam"), "units='adam'"),
         (lambda: curvature.hessian_vector("steps"), "units='steps'"),
         (lambda: curvature.gauss_newton("steps"), "units='steps'"),
@@ -229,7 +234,7 @@ def flops(function, *args):
         (lambda: call(curvature.isotropic(), D, delay_steps=0), "delay_steps=0"),
         (lambda: call(curvature.isotropic(), D, delay_steps=0.0), r"delay_steps=0\.0"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()

@@ -482,8 +482,12 @@ def rounds_from(state, left, num_faults, explored):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, default in (
-        ("members", 2), ("faults", 2), ("rounds", 8), ("min_regions", 1), ("every", 1)
-    ):  # fmt: skip
+        ("members", 2),
+        ("faults", 2),
+        ("rounds", 8),
+        ("min_regions", 1),
+        ("every", 1),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
 
     parser.add_argument("--limit_s", type=float, default=float("inf"))

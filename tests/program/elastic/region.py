@@ -102,9 +102,13 @@ def main():
     settings = json.loads(sys.argv[1])
     timing = Timing(**settings["timing"])
     place = Place(
-        settings["region"], tuple(settings["addresses"]), b"k" * 32, timing,
-        via=settings["via"], regions=settings["regions"],
-    )  # fmt: skip
+        settings["region"],
+        tuple(settings["addresses"]),
+        b"k" * 32,
+        timing,
+        via=settings["via"],
+        regions=settings["regions"],
+    )
     folder = pathlib.Path(settings["folder"])
 
     clock = time.time_ns

@@ -19,16 +19,22 @@ VIEW = m.View(NINE, {0: m.Seat(5, 0, (0, 5)), 2: m.Seat(7, 40, (0, 5))})
 MARK = m.Mark((0, 4), 2**63 - 1, -0.5, 1.5)
 DECISION = m.Decision(NINE, (1, 30), {0: b"abc", 2: b"defg"})
 MESSAGES = [
-    m.Join(12, ((1, 6),)), m.Join(0, (), ((0, 5), (2, 7))),
+    m.Join(12, ((1, 6),)),
+    m.Join(0, (), ((0, 5), (2, 7))),
     m.Beat(VIEW, NINE, 30, ((0, 5), (2, 7)), 3.25, ((2, 8),), (MARK,)),
     m.Row(NINE, (0, 4), b"\0\1", 7.5),
     m.Choice(NINE, (0, 4), ((0, 5), (2, 7)), {2: b"x"}),
-    m.Report((0, 4), ((0, 0.25),), 1.5), m.Want(NINE, (0, 4)),
-    m.Want(NINE, (0, 4), (2,)), DECISION,
-    m.Decision(m.NO_EPOCH, (0, 4), {}), m.Propose(VIEW, SIX, ((0, 1), (1, 2))),
-    m.Promise(NINE, (), (DECISION, DECISION)), m.Install(VIEW, ()), m.Leave(),
+    m.Report((0, 4), ((0, 0.25),), 1.5),
+    m.Want(NINE, (0, 4)),
+    m.Want(NINE, (0, 4), (2,)),
+    DECISION,
+    m.Decision(m.NO_EPOCH, (0, 4), {}),
+    m.Propose(VIEW, SIX, ((0, 1), (1, 2))),
+    m.Promise(NINE, (), (DECISION, DECISION)),
+    m.Install(VIEW, ()),
+    m.Leave(),
     m.Snapshot(7, {"schedule": {"step": 7}}, (b"", b"xy")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda x: type(x).__name__)

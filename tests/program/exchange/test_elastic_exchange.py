@@ -41,10 +41,15 @@ def own_batches(tiny, region, step=0):
 
 def make_program(tiny, method, transport, num):
     return RegionProgram(
-        tiny.loss_fn, tiny.OPTIMIZER, method, tiny.make_params(), num,
+        tiny.loss_fn,
+        tiny.OPTIMIZER,
+        method,
+        tiny.make_params(),
+        num,
         mesh=make_mesh(1 if transport.exchange == "elastic" else num),
-        transport=transport, user_inputs=tiny.USER_INPUTS,
-    )  # fmt: skip
+        transport=transport,
+        user_inputs=tiny.USER_INPUTS,
+    )
 
 
 def as_processes(tiny, method, num, num_steps, **options):
@@ -292,11 +297,13 @@ def own(name, options, **place):
         ("cocodc", SHORT | {"transmission_score": "drift"}, {}, "all regions' param"),
         ("decoupled_diloco", {"answer_steps": "1,1,1,9"}, {}, "a part of its regions"),
         (
-            "cocodc", SHORT | {"curvature": "secant"}, {"late_mean": "merge"},
+            "cocodc",
+            SHORT | {"curvature": "secant"},
+            {"late_mean": "merge"},
             "late_mean='merge' is not possible for meth",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_follows_all_regions_or_the_delay_is_refused(name, options, place, why):
     with pytest.raises(ValueError, match=why):
         own(name, options, **place)

@@ -14,9 +14,11 @@ from tests.program import tiny
 
 SHORT = dict(sync_interval=4, num_fragments=2, delay_steps=2)
 FAMILY = {
-    "data_parallel": {}, "cocodc": SHORT,
-    "streaming_diloco": SHORT | dict(compress="int8"), "noloco": dict(sync_interval=4),
-}  # fmt: skip
+    "data_parallel": {},
+    "cocodc": SHORT,
+    "streaming_diloco": SHORT | dict(compress="int8"),
+    "noloco": dict(sync_interval=4),
+}
 FUSED = "streaming_diloco, fused"
 
 

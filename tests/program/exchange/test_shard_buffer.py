@@ -150,9 +150,12 @@ def test_processes_without_a_block_have_no_grid():
 def make_program(mesh, num_regions=4, **options):
     options = {"num_fragments": 2, "sync_interval": 4, "delay_steps": 2} | options
     return tiny.program_of(
-        methods.get("streaming_diloco", **options), mesh, regions=num_regions,
-        param_specs=tiny.SPECS, transport=Transport("outer"),
-    )  # fmt: skip
+        methods.get("streaming_diloco", **options),
+        mesh,
+        regions=num_regions,
+        param_specs=tiny.SPECS,
+        transport=Transport("outer"),
+    )
 
 
 def ends(program, num_steps=8):

@@ -82,10 +82,13 @@ def test_as_many_channels_as_fragments(exchange, num_processes):
 @pytest.mark.parametrize(
     ("name", "exchange", "num_processes"),
     [
-        ("diloco", "auto", 1), ("diloco", "program", 4), ("co2", "auto", 4),
-        ("data_parallel", "outer", 4), ("apart", "auto", 4),
+        ("diloco", "auto", 1),
+        ("diloco", "program", 4),
+        ("co2", "auto", 4),
+        ("data_parallel", "outer", 4),
+        ("apart", "auto", 4),
     ],
-)  # fmt: skip
+)
 def test_channels_that_nothing_would_take_are_refused(name, exchange, num_processes):
     transport = Transport(exchange, outer_channels=2)
     why = (

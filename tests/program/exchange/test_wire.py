@@ -195,10 +195,11 @@ def loss_fn(params, batch, key):
         pytest.param(
             "demo", {"compress": "dct:8"}, "all-gather", marks=pytest.mark.slow
         ),
-        ("distributed_lion", {}, "all-gather"), ("apart", {}, None),
+        ("distributed_lion", {}, "all-gather"),
+        ("apart", {}, None),
         ("diloco", {}, None),
     ],
-)  # fmt: skip
+)
 def test_an_exchange_at_every_step_sends_its_message_and_no_more(
     mesh, name, options, kind
 ):

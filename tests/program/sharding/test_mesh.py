@@ -50,9 +50,13 @@ def test_the_region_axis_is_as_long_as_devices_and_regions_allow(
 def test_stages_lie_between_regions_and_data_and_positions_after_it():
     mesh = make_mesh(2, data=1, stage=2, sequence=2)
     assert tuple(mesh.shape.items()) == (
-        ("region", 2), ("stage", 2), ("data", 1), ("expert", 1), ("sequence", 2),
+        ("region", 2),
+        ("stage", 2),
+        ("data", 1),
+        ("expert", 1),
+        ("sequence", 2),
         ("model", 1),
-    )  # fmt: skip
+    )
     assert list(mesh.devices.flat) == jax.devices()[:8]
 
 
@@ -250,9 +254,12 @@ def test_pages_of_the_call_before_serve_the_next(chosen):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(names)}
 
     done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", CODE],
+        capture_output=True,
+        text=True,
+        check=True,
         env=environment | chosen,
-    )  # fmt: skip
+    )
 
     is_kept, faults = done.stdout.split()
     assert (is_kept == "True") == (not chosen)

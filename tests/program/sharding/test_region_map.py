@@ -34,8 +34,12 @@ METHODS = {
         "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=1
     ),
     "cocodc": methods.get(
-        "cocodc", sync_interval=4, num_fragments=2, delay_steps=1,
-        curvature="hessian_vector", transmission_score="drift",
+        "cocodc",
+        sync_interval=4,
+        num_fragments=2,
+        delay_steps=1,
+        curvature="hessian_vector",
+        transmission_score="drift",
     ),
     "co2": methods.get("co2", sync_interval=2, compress="int8"),
     "diloco_demo": methods.get("diloco_demo", sync_interval=2),
@@ -43,7 +47,7 @@ METHODS = {
     "lt_admm": methods.get("lt_admm", sync_interval=2),
     "multi_ring": methods.get("multi_ring", sync_interval=2),
     "des_loc": methods.get("des_loc", sync_interval=2, sync_moments="1,1"),
-}  # fmt: skip
+}
 
 
 def mesh_of(length, data=1, model=1):
@@ -106,10 +110,12 @@ def test_several_shards_are_held_to_what_they_say():
 def result(name, data=1, model=1):
     """What a run of one region came to, on the host."""
     program = tiny.program_of(
-        METHODS[name], mesh_of(1, data, model), regions=1,
+        METHODS[name],
+        mesh_of(1, data, model),
+        regions=1,
         optimizer=optax.adam(tiny.LEARNING_RATE),
         param_specs=tiny.SPECS if data * model > 1 else None,
-    )  # fmt: skip
+    )
 
     batches = (jax.tree.map(lambda x: x[:1], b) for b in tiny.stream())
     state, outputs = tiny.follow(program, tiny.start(program), batches, NUM_STEPS)

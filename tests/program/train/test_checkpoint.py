@@ -114,9 +114,13 @@ def assert_goes_on_from_a_checkpoint(tiny, tmp_path, method_name, cut, again):
 def test_a_copy_from_midway_is_saved(tiny, tmp_path, cut):
     """Started at 8, midway at 10, merged at 13."""
     method = methods.get(
-        "cocodc", sync_interval=8, num_fragments=1, delay_steps=5, curvature="secant",
+        "cocodc",
+        sync_interval=8,
+        num_fragments=1,
+        delay_steps=5,
+        curvature="secant",
         syncs_per_interval=1,
-    )  # fmt: skip
+    )
     program = tiny.program_of(method)
     whole, _ = tiny.finish(program, tiny.start(program), 15)
     state, _ = tiny.finish(program, tiny.start(program), cut)
@@ -151,9 +155,11 @@ def test_a_state_may_be_donated_as_soon_as_it_is_handed_over(tiny, tmp_path):
     """Large enough that writing takes longer than the steps that overwrite it."""
     params = {"w": np.zeros((512, 1024), np.float32)}
     program = tiny.program_of(
-        methods.get("diloco", sync_interval=1), optimizer=optax.sgd(1.0), params=params,
+        methods.get("diloco", sync_interval=1),
+        optimizer=optax.sgd(1.0),
+        params=params,
         loss=lambda p, batch, key: ((p["w"] - batch.mean()).sum(), {}),
-    )  # fmt: skip
+    )
 
     state = program.init(params, jax.random.key(0))
     batch = np.zeros((1, 4, 1), np.float32)

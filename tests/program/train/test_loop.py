@@ -55,10 +55,17 @@ class Run:
                 stopping=lambda: self.stopping.append(checkpoints.latest_step),
             )
             self.result = train(
-                program, state, batches or tiny.stream(state.step), num_steps,
-                tokens_at, cadence=cadence, hooks=hooks, checkpoints=checkpoints,
-                progress=progress, **options,
-            )  # fmt: skip
+                program,
+                state,
+                batches or tiny.stream(state.step),
+                num_steps,
+                tokens_at,
+                cadence=cadence,
+                hooks=hooks,
+                checkpoints=checkpoints,
+                progress=progress,
+                **options,
+            )
 
     def of_kind(self, kind):
         return [record for record in self.records if record["kind"] == kind]
@@ -86,9 +93,13 @@ def test_one_program_leaves_records_and_timeline_as_they_are(tiny, tmp_path):
         )
 
         run = Run(
-            tiny, program, 13, folder=tmp_path / overlap, evaluate=evaluate,
+            tiny,
+            program,
+            13,
+            folder=tmp_path / overlap,
+            evaluate=evaluate,
             cadence={"eval_every": 3, "checkpoint_every": 4},
-        )  # fmt: skip
+        )
 
         norms = [r.pop("pseudo_gradient_norm") for r in run.of_kind("sync")]
         flights = run.result.timeline["syncs"]
@@ -111,9 +122,15 @@ class TestRecords:
         cadence = {"log_every": 2, "eval_every": 6}
         run = Run(tiny, program, 9, cadence=cadence, evaluate=evaluate)
         assert [(r["kind"], r["step"]) for r in run.records] == [
-            ("train", 2), ("train", 4), ("train", 6), ("sync", 6), ("eval", 6),
-            ("train", 8), ("sync", 8), ("eval", 9),  # And at the end.
-        ]  # fmt: skip
+            ("train", 2),
+            ("train", 4),
+            ("train", 6),
+            ("sync", 6),
+            ("eval", 6),
+            ("train", 8),
+            ("sync", 8),
+            ("eval", 9),  # And at the end.
+        ]
 
         fragments = program.fragments.num_bytes
         first, second = run.of_kind("sync")

@@ -20,10 +20,16 @@ AUX = {
 def test_a_record_says_how_even_and_how_equal_loads_are():
     record = record_of(7, AUX)
     assert record == {
-        "kind": "experts", "step": 7, "balance": 1.5, "z": 4.0, "entropy": 0.5,
-        "load_max": 1.0 * 4 / 2, "divergence": (0.5 + 0.5) / 2 / (2 * 2), "dead": 1.0,
+        "kind": "experts",
+        "step": 7,
+        "balance": 1.5,
+        "z": 4.0,
+        "entropy": 0.5,
+        "load_max": 1.0 * 4 / 2,
+        "divergence": (0.5 + 0.5) / 2 / (2 * 2),
+        "dead": 1.0,
         "load_regions": LOADS.tolist(),
-    }  # fmt: skip
+    }
 
     shown = scalars(record)
     assert shown["experts/load_regions/region_1/layer_0/expert_1"] == 0.5
@@ -31,8 +37,11 @@ def test_a_record_says_how_even_and_how_equal_loads_are():
 
 
 def test_a_region_that_is_not_finite_leaves_numbers_that_are_json():
-    worse = {name: np.where([[True], [False]], np.nan, AUX[name][:, None])
-             for name in AUX if name != "expert_load"}  # fmt: skip
+    worse = {
+        name: np.where([[True], [False]], np.nan, AUX[name][:, None])
+        for name in AUX
+        if name != "expert_load"
+    }
     record = record_of(7, AUX | worse)
     assert (record["balance"], record["z"], record["entropy"]) == (2.0, 5.0, 0.5)
 

@@ -100,9 +100,14 @@ def program():
 def run(program, folder, spikes, skipped=0):
     state = program.init(PARAMS, jax.random.key(0))
     return tiny.train_in(
-        folder, program, state, lambda step: batches(step + skipped), 44,
-        cadence=Cadence(log_every=4, checkpoint_every=20), spikes=spikes,
-    )  # fmt: skip
+        folder,
+        program,
+        state,
+        lambda step: batches(step + skipped),
+        44,
+        cadence=Cadence(log_every=4, checkpoint_every=20),
+        spikes=spikes,
+    )
 
 
 def test_it_is_recorded_and_nothing_else_changes(program, tmp_path):

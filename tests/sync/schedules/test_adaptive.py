@@ -75,8 +75,12 @@ def test_a_fragment_in_flight_is_passed_over():
 
 def test_a_slot_stays_empty_when_all_are_in_flight():
     assert table(adaptive(12, 2, 9, 4), 15) == {
-        3: "+0", 6: "+1", 9: "", 12: "-0 +0", 15: "-1 +1",
-    }  # fmt: skip
+        3: "+0",
+        6: "+1",
+        9: "",
+        12: "-0 +0",
+        15: "-1 +1",
+    }
 
 
 def test_n_equal_to_k_is_the_fixed_round():
@@ -96,8 +100,15 @@ def test_of_equal_scores_the_fragment_that_waits_longest_goes(score):
         drift=lambda _: (0.0, 0.0, 0.0),
     )
     assert started == [
-        (2, 0), (4, 1), (6, 2), (8, 0), (10, 1), (12, 2), (14, 0), (16, 1)
-    ]  # fmt: skip
+        (2, 0),
+        (4, 1),
+        (6, 2),
+        (8, 0),
+        (10, 1),
+        (12, 2),
+        (14, 0),
+        (16, 1),
+    ]
 
 
 def test_drift_is_measured_only_when_it_decides():

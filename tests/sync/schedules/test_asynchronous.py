@@ -43,8 +43,14 @@ def test_steps_of_regions_of_unequal_speed_by_hand():
     schedule = made([1.0, 2.0, 1.5], 4)
     assert [schedule.local_steps(m) for m in range(3)] == [4, 2, 2]
     _, came = walk(schedule, schedule.init(), 12)
-    assert came == [(3, [2]), (4, [0, 1]), (6, [2]), (8, [0, 1]), (9, [2]),
-                    (12, [0, 1, 2])]  # fmt: skip
+    assert came == [
+        (3, [2]),
+        (4, [0, 1]),
+        (6, [2]),
+        (8, [0, 1]),
+        (9, [2]),
+        (12, [0, 1, 2]),
+    ]
 
 
 def test_regions_that_are_not_dynamic_take_equally_many_steps():

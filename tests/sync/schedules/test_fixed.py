@@ -33,12 +33,19 @@ def test_the_whole_model_every_h_steps_is_diloco():
 def test_each_fragment_has_a_period_of_its_own():
     """At a step that both are due at, one is applied before the other starts."""
     assert table(periodic(6, 2), 12) == {
-        2: "+1 -1", 4: "+1 -1", 6: "+0 -0 +1 -1",
-        8: "+1 -1", 10: "+1 -1", 12: "+0 -0 +1 -1",
-    }  # fmt: skip
+        2: "+1 -1",
+        4: "+1 -1",
+        6: "+0 -0 +1 -1",
+        8: "+1 -1",
+        10: "+1 -1",
+        12: "+0 -0 +1 -1",
+    }
     assert table(periodic(2, 3), 6) == {
-        2: "+0 -0", 3: "+1 -1", 4: "+0 -0", 6: "+0 -0 +1 -1",
-    }  # fmt: skip
+        2: "+0 -0",
+        3: "+1 -1",
+        4: "+0 -0",
+        6: "+0 -0 +1 -1",
+    }
 
 
 def test_a_period_of_no_steps_is_refused():
@@ -49,23 +56,44 @@ def test_a_period_of_no_steps_is_refused():
 def test_staggered_with_a_delay_longer_than_a_slot():
     """Fragment p starts at p H / K = 2 p, then every 6 steps; each takes 3."""
     assert table(staggered(6, 3, 3), 14) == {
-        2: "+1", 4: "+2", 5: "-1", 6: "+0", 7: "-2", 8: "+1", 9: "-0", 10: "+2",
-        11: "-1", 12: "+0", 13: "-2", 14: "+1",
-    }  # fmt: skip
+        2: "+1",
+        4: "+2",
+        5: "-1",
+        6: "+0",
+        7: "-2",
+        8: "+1",
+        9: "-0",
+        10: "+2",
+        11: "-1",
+        12: "+0",
+        13: "-2",
+        14: "+1",
+    }
 
 
 def test_with_a_delay_of_h_a_fragment_comes_back_and_leaves_in_one_step():
     assert table(staggered(4, 2, 4), 10) == {
-        2: "+1", 4: "+0", 6: "-1 +1", 8: "-0 +0", 10: "-1 +1",
-    }  # fmt: skip
+        2: "+1",
+        4: "+0",
+        6: "-1 +1",
+        8: "-0 +0",
+        10: "-1 +1",
+    }
 
 
 def test_a_phase_of_the_delay_lets_merges_fall_on_the_multiples():
     """H / K = 3: starts 2 steps before 3, 6, 9 .., merges on them."""
     assert table(staggered(6, 2, 2, phase_steps=2), 13) == {
-        1: "+1", 3: "-1", 4: "+0", 6: "-0", 7: "+1", 9: "-1", 10: "+0", 12: "-0",
+        1: "+1",
+        3: "-1",
+        4: "+0",
+        6: "-0",
+        7: "+1",
+        9: "-1",
+        10: "+0",
+        12: "-0",
         13: "+1",
-    }  # fmt: skip
+    }
     # A delay of 4 has a rest of 1; the one that comes is merged before one leaves.
     events = table(staggered(6, 2, 4, phase_steps=1), 11)
     assert events == {2: "+1", 5: "+0", 6: "-1", 8: "+1", 9: "-0", 11: "+0"}
@@ -94,8 +122,15 @@ def test_halfway_is_rounded_down():
     """Delay 3: a look 1 step after the start; two fragments in flight keep apart."""
     schedule = staggered(4, 2, 3).bind(Regions.alike(2), looks_midway=True)
     assert table(schedule, 9) == {
-        2: "+1", 3: "/1", 4: "+0", 5: "/0 -1", 6: "+1", 7: "/1 -0", 8: "+0", 9: "/0 -1",
-    }  # fmt: skip
+        2: "+1",
+        3: "/1",
+        4: "+0",
+        5: "/0 -1",
+        6: "+1",
+        7: "/1 -0",
+        8: "+0",
+        9: "/0 -1",
+    }
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -124,8 +159,11 @@ def test_one_step_stale_begins_with_messages_of_zero():
         Pending(0, 0, 6),
     )
     assert table(one_step_stale(6, 3), 8) == {
-        2: "+1 -1", 4: "+2 -2", 6: "+0 -0", 8: "+1 -1",
-    }  # fmt: skip
+        2: "+1 -1",
+        4: "+2 -2",
+        6: "+0 -0",
+        8: "+1 -1",
+    }
 
 
 def test_one_step_stale_a_message_is_applied_a_round_after_it_left():

@@ -31,10 +31,12 @@ def walk(rounds, measured, state=None):
 @pytest.mark.parametrize(
     ("rank", "min_rank", "ranks"),
     [
-        (64, 4, (64, 32, 16, 8, 4)), (48, 5, (48, 24, 12, 6, 5)), (7, 7, (7,)),
+        (64, 4, (64, 32, 16, 8, 4)),
+        (48, 5, (48, 24, 12, 6, 5)),
+        (7, 7, (7,)),
         (3, 1, (3, 1)),
     ],
-)  # fmt: skip
+)
 def test_buckets_are_halves(rank, min_rank, ranks):
     assert ranked_rounds(10, rank, min_rank).ranks == ranks
 
