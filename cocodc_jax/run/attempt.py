@@ -262,8 +262,6 @@ class Attempt:
 
         timeline.save(session.own_dir, result.timeline, state.step)
         gather("every process has written its own")
-        if jax.process_index() == 0:
-            timeline.show(session.workdir)
         return self._finish(result, position, attendance)
 
     def _snapshot(

@@ -1,6 +1,6 @@
 """Timeline of a run: when it computed, waited and had fragments in flight.
 
-Every process writes a timeline.json; `read` merges them, and `show` writes a plot and a
+Every process writes a timeline.json; `read` merges them, and `write` makes a plot and a
 trace for ui.perfetto.dev.
 """
 
@@ -225,16 +225,6 @@ def goodput(folder: pathlib.Path, steps: int, seconds: float) -> float | None:
     except ValueError:  # Too short.
         return None
     return float(min(steps * step_s / seconds, 1.0)) if seconds > 0 else None
-
-
-def show(workdir: pathlib.Path) -> None:
-    """Write a run's trace and plot, if it is longer than its first two intervals."""
-    since = first_warm_step(workdir)
-    try:
-        timeline, since = measured(workdir, since)
-    except ValueError:  # Too short: compiling in all steps.
-        return
-    write(workdir, timeline, f"{workdir.name}, measured from step {since}")
 
 
 def write(workdir: pathlib.Path, timeline: Timeline, title: str) -> None:

@@ -9,7 +9,6 @@
     commands = ["sweep --grid=GRID --workdir=DIR"]     # After `python -m experiments.`
     minutes = 40.0                # Of one core, that these commands cost.
     note = "One sentence more."   # May be left out.
-    undecided = "32 rounds."      # May be left out: why these runs cannot refute it.
 
     [[parts]]                     # One or more; the claim holds if all do.
     what = "both tuned"
@@ -19,10 +18,9 @@
     baseline = "method=b"
     at_least = 20.0               # One rule of `verdicts.RULES`.
 
-Without parts a claim cannot be tried here, and `why` says why. With `undecided` it is
-open where it would not hold: the runs are too short, or were not tuned. `commands`
-write the file `results` of the first part as DIR/cells.json; other files stay those of
-the repository.
+Without parts a claim cannot be tried here, and `why` says why. `commands` write the
+file `results` of the first part as DIR/cells.json; other files stay those of the
+repository.
 """
 
 import dataclasses
@@ -56,7 +54,6 @@ _OPTIONAL = {
     "commands": list,
     "minutes": float,
     "note": str,
-    "undecided": str,
     "why": str,
     "parts": list,
 }
@@ -110,7 +107,6 @@ class Claim:
     commands: tuple[tuple[str, ...], ...] = ()
     minutes: float = 0.0
     note: str = ""
-    undecided: str = ""
     why: str = ""
     parts: tuple[Part, ...] = ()
 

@@ -86,7 +86,6 @@ class Measure:
     of: Callable[..., Interval]
     unit: str
     form: str  # Of the mean.
-    is_of_one_seed: bool = False  # Then no verdict follows from it.
 
 
 def _fewer_steps(
@@ -189,21 +188,6 @@ def _lower_loss(
     theirs = files.column(results, baseline, column)
     pairs = _pairs(_loss_of, ours, theirs)
     return Interval.of([100 * (1 - a / b) for a, b in pairs])
-
-
-def _more_loss_once(
-    files: Results, *, results: str, method: str, baseline: str
-) -> Interval:
-    """Return the last loss of a method less the baseline's, of a comparison's one seed.
-
-    Both have their published rates; `method` and `baseline` are names.
-    """
-    runs = read_table(files.path(results))["methods"]
-    for name in (method, baseline):
-        if name not in runs:
-            raise ValueError(f"{name!r} is no method of {results}; it has {[*runs]}")
-    losses = [runs[name]["eval_loss"]["mean"] for name in (method, baseline)]
-    return Interval(losses[0] - losses[1], None)
 
 
 def _fewer_bytes(
@@ -394,15 +378,20 @@ def _pairs(
 
 
 def _common_seeds(*columns: Column) -> list[int]:
-    """Return the seeds that all have; none may have diverged."""
+    """Return the seeds that all have; none may have diverged.
+
+    Two at least: no verdict follows from one seed, which has no interval.
+    """
     for column in columns:
         if column["diverged"]:
             method = flat(column["config"])["method"]
             raise ValueError(f"method={method} diverged with {column['diverged']}")
 
     seeds = set.intersection(*(set(column["seeds"]) for column in columns))
-    if not seeds:
-        raise ValueError("the cells have no seed in common")
+    if len(seeds) < 2:
+        raise ValueError(
+            f"the cells have seeds {sorted(seeds)} in common; a claim needs two or more"
+        )
     return sorted(seeds)
 
 
@@ -418,9 +407,6 @@ def _curve_of(column: Column, seed: int) -> Curve:
 MEASURES = {
     "fewer_steps": Measure(_fewer_steps, "% of steps saved", "+.1f"),
     "more_loss": Measure(_more_loss, "nats", "+.3f"),
-    "more_loss_once": Measure(
-        _more_loss_once, "nats (one seed)", "+.3f", is_of_one_seed=True
-    ),
     "less_loss": Measure(_less_loss, "nats", "+.3f"),
     "lower_loss": Measure(_lower_loss, "% less loss", "+.1f"),
     "fewer_bytes": Measure(_fewer_bytes, "times fewer bytes", ".3g"),

@@ -8,7 +8,7 @@ from cocodc_jax.report.units import format_duration
 from ..sweeps.cells import Interval
 from .claim import SEEN, Claim, Part
 from .measures import MEASURES, Results
-from .verdicts import NOT, OPEN, VERDICTS, overall
+from .verdicts import VERDICTS, overall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,7 @@ class Checked:
     @property
     def verdict(self) -> str:
         """The verdict on the claim."""
-        verdict = overall(self.verdicts)
-        if verdict == NOT and self.claim.undecided:
-            return OPEN
-        return verdict
+        return overall(self.verdicts)
 
     def lines(self) -> list[str]:
         """Return each part in words: what, the measured interval, the rule."""
@@ -51,7 +48,7 @@ def check(claim: Claim, files: Results) -> Checked:
         measured.append(interval)
 
     verdicts = [
-        OPEN if MEASURES[part.measure].is_of_one_seed else part.rule.verdict(interval)
+        part.rule.verdict(interval)
         for part, interval in zip(claim.parts, measured, strict=True)
     ]
     return Checked(claim, tuple(measured), tuple(verdicts))
@@ -155,9 +152,10 @@ def _said(row: Checked) -> str:
 
 
 def _measured(row: Checked) -> str:
-    claim = row.claim
-    sentences = [text for text in (claim.undecided, claim.note) if text]
-    return "<br>".join([*row.lines(), *sentences])
+    lines = row.lines()
+    if row.claim.note:
+        lines.append(row.claim.note)
+    return "<br>".join(lines)
 
 
 def _commands(claim: Claim) -> str:

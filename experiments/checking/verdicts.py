@@ -10,8 +10,8 @@ A part has one rule:
 - `near = [c, m]`: a prediction. It held if the interval lies within c - m and c + m; it
   did not hold if it lies outside.
 
-What none of this decides is open: the seeds are too few, or there is one. A value that
-no seed changes, such as bytes, is an interval without a width.
+What none of this decides is open: the seeds are too few. A value that no seed changes,
+such as bytes, is an interval without a width.
 """
 
 import dataclasses

@@ -33,7 +33,7 @@ SMOKE = [
     "--log_every=3",  # Every checkpoint is within what a record averages over.
     "--keep_checkpoints=3",
 ]
-# Scans of two and of four steps; too short for a plot of the timeline.
+# Scans of two and of four steps.
 STREAMING = [*SMOKE, "--method=streaming_diloco", "--steps=16", "--log_every=6"]
 # Two regions of two devices, each of which may be a process of its own.
 PAIRS = ["--regions=2", "--data_axis=2"]
