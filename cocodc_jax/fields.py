@@ -94,6 +94,11 @@ def leaves_of(
         name = field.name
         if name in without:
             continue
+        if name not in notes:
+            raise ValueError(
+                f"{name} of {cls.__name__} has no help: write an entry under "
+                "Attributes in the docstring"
+            )
         is_path = field.metadata.get("is_path", False)
         leaves[name] = Leaf(
             section=section,

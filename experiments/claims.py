@@ -36,13 +36,6 @@ OWN_FLAGS = (
     ("results", measures.FOLDER, "folder with the files of results"),
     ("markdown", False, "print the table in Markdown"),
 )
-# What a command writes, by its program; a claim is checked by the last one's file.
-WRITTEN = {
-    "sweep": "cells.json",
-    "chaos": "chaos.json",
-    "compare": "comparison.json",
-    "compare_networks": "networks.json",
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,18 +92,18 @@ def _run(
     cost = table.cost(one)
     num = len(one.commands)
     print(f"{one.name}: {num} commands, {cost} of a core", file=sys.stderr, flush=True)
-    written = None
     for words in one.commands:
         name, *flags = (word.replace("DIR", str(workdir)) for word in words)
         code = children.run([*commands.python_m(name), *flags])
         if code:
             print(f"error: {name} ended with {code}", file=sys.stderr)
             return code, files
-        written = WRITTEN.get(name, written)
 
-    if written is None:
+    if not one.commands:
         return 0, files
-    new = {one.parts[0].arguments["results"]: workdir / written}
+    last_program = one.commands[-1][0]
+    path = workdir / claim.WRITTEN[last_program]
+    new = {one.parts[0].arguments["results"]: path}
     return 0, dataclasses.replace(files, instead=new)
 
 

@@ -238,8 +238,8 @@ def _reasons(plan: Recommendation, num_params: float) -> tuple[str, ...]:
             "flags."
         )
     request = {"parameters": num_params, "regions": plan.regions}
-    outside = [x for x in (advice.warning(request), _late(plan)) if x]
-    reasons += [f"{text[0].upper()}{text[1:]}." for text in outside]
+    remarks = [x for x in (advice.warning(request), *_delay_remarks(plan)) if x]
+    reasons += [f"{text[0].upper()}{text[1:]}." for text in remarks]
     return tuple(reasons)
 
 
@@ -263,12 +263,11 @@ def _timing(flags: dict[str, Any]) -> str:
     )
 
 
-def _late(plan: Recommendation) -> str | None:
+def _delay_remarks(plan: Recommendation) -> Iterator[str]:
     if plan.delay_steps > recipe.LONGEST_DELAY:
-        return (
+        yield (
             f"extrapolated, not measured: a delay of {plan.delay_steps} steps "
             f"(measured: up to {recipe.LONGEST_DELAY})"
         )
-    if plan.stall_share > NO_WAIT and plan.delay_steps:
-        return "no setting that is known keeps regions from waiting on these links"
-    return None
+    if plan.delay_steps and plan.stall_share > NO_WAIT:
+        yield "no known setting keeps regions from waiting on these links"

@@ -56,7 +56,8 @@ class MergeApplyFn(Protocol):
 
         Returns:
           The merged fragment in the shapes and dtypes of `local`, and float32 scalars
-          for the records.
+          by name. A run records their mean over the regions: `correction_ratio` under
+          this name, any other NAME as `merge_NAME`.
         """
         ...
 

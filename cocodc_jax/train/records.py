@@ -105,10 +105,8 @@ class Records:
 
     def sync(self, sync: AppliedSync) -> None:
         """Write the record of an applied sync; waits for its numbers."""
-        ratio = sync.metrics.get("correction_ratio")
-        if ratio is not None:
-            # A region that becomes NaN after it has sent a finite message has none.
-            ratio = finite_or_none(finite_mean(transfer.local_rows(ratio), np.float64))
+        metrics = {name: _mean_of_regions(x) for name, x in sync.metrics.items()}
+        ratio = metrics.pop("correction_ratio", None)
         if ratio is not None:
             self._ratios.append(ratio)
 
@@ -122,6 +120,8 @@ class Records:
             "pseudo_gradient_norm": float(sync.norm),
             "correction_ratio": ratio,
         }
+        for name, value in metrics.items():
+            record[f"merge_{name}"] = value
 
         if sync.verdict is not None:
             verdict = np.asarray(sync.verdict)
@@ -146,6 +146,14 @@ class Records:
             "region_drift": drift,
         }
         self._write(self.last_eval)
+
+
+def _mean_of_regions(values: Any) -> float | None:
+    """Return the mean over the regions of this process; None if none has a number.
+
+    A region that becomes NaN after it has sent a finite message has none.
+    """
+    return finite_or_none(finite_mean(transfer.local_rows(values), np.float64))
 
 
 def finite_mean(values: np.ndarray, dtype: Any = None) -> Any:

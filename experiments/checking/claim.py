@@ -18,9 +18,9 @@
     baseline = "method=b"
     at_least = 20.0               # One rule of `verdicts.RULES`.
 
-Without parts a claim cannot be tried here, and `why` says why. `commands` write the
-file `results` of the first part as DIR/cells.json; other files stay those of the
-repository.
+Without parts a claim cannot be tried here, and `why` says why. The last of `commands`
+writes the file `results` of the first part, under the name that `WRITTEN` has for its
+program; other files stay those of the repository.
 """
 
 import dataclasses
@@ -47,6 +47,12 @@ SEEN = {
     "records": "from the authors' records",
     "memory": "from memory",
     "ours": "",
+}
+# The file of results that a program writes, by the program of a command.
+WRITTEN = {
+    "sweep": "cells.json",
+    "chaos": "chaos.json",
+    "compare_networks": "networks.json",
 }
 _NEEDED = {"claim": str, "source": str, "title": str, "seen": str, "scale": str}
 _OPTIONAL = {
@@ -169,6 +175,15 @@ def _claim(name: str, table: Mapping[str, Any]) -> Claim:
             raise ValueError(f"part {number}: {error}") from None
 
     commands = tuple(tuple(shlex.split(words)) for words in table.get("commands", []))
+    for words in commands:
+        if not words or words[0] not in WRITTEN:
+            raise ValueError(
+                f"commands has {shlex.join(words)!r}; a command begins with one of "
+                f"{[*WRITTEN]}, which write results"
+            )
+    if commands and not any("results" in part.arguments for part in parts[:1]):
+        raise ValueError("commands write results, but part 1 has no results")
+
     plain = {key: table[key] for key in table if key not in ("parts", "commands")}
     return Claim(name=name, parts=tuple(parts), commands=commands, **plain)
 

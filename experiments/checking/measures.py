@@ -81,11 +81,18 @@ def _columns(cells: Any, column: str | None) -> list[Column]:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A measure: its function, its unit, and what it is of."""
+    """A measure of a claim.
+
+    Attributes:
+      of: measures it, from `Results` and the arguments of a claim's part. A gain is
+        positive, for the rule `at_least`; a loss or an error is so for `at_most`.
+      unit: of its value, in words.
+      form: format specification of its mean.
+    """
 
     of: Callable[..., Interval]
     unit: str
-    form: str  # Of the mean.
+    form: str
 
 
 def _fewer_steps(
@@ -183,7 +190,7 @@ def _lower_loss(
     baseline: str,
     column: str | None = None,
 ) -> Interval:
-    """Return the same in percent of the baseline's loss."""
+    """Return by how much a method's last loss is below the baseline's, in percent."""
     ours = files.column(results, method, column)
     theirs = files.column(results, baseline, column)
     pairs = _pairs(_loss_of, ours, theirs)
@@ -213,7 +220,10 @@ def _fewer_bytes_to_loss(
     baseline: str,
     column: str | None = None,
 ) -> Interval:
-    """Return the same ratio up to the baseline's last loss."""
+    """Return the ratio of bytes that both sent until the baseline's last loss.
+
+    Those of the baseline are of all its steps.
+    """
     steps = _fewer_steps(
         files, results=results, method=method, baseline=baseline, column=column
     )
@@ -240,20 +250,17 @@ def _smaller_gap(
     The gap is the last loss of the method over that of the baseline, less 1, in
     percent.
     """
-    gaps = []
-    for name in (results, other_results):
-        ours = files.column(name, method, column)
-        theirs = files.column(name, baseline, column)
-        seeds = _common_seeds(ours, theirs)
-        gaps.append(
-            {
-                seed: 100 * (_loss_of(ours, seed) / _loss_of(theirs, seed) - 1)
-                for seed in seeds
-            }
-        )
-    here, elsewhere = gaps
-    both = here.keys() & elsewhere.keys()
-    return Interval.of([elsewhere[seed] - here[seed] for seed in sorted(both)])
+    here = [files.column(results, words, column) for words in (method, baseline)]
+    elsewhere = [
+        files.column(other_results, words, column) for words in (method, baseline)
+    ]
+
+    def gap(columns: list[Column], seed: int) -> float:
+        ours, theirs = (_loss_of(one, seed) for one in columns)
+        return 100 * (ours / theirs - 1)
+
+    seeds = _common_seeds(*here, *elsewhere)
+    return Interval.of([gap(elsewhere, seed) - gap(here, seed) for seed in seeds])
 
 
 def _smaller_rise(
@@ -285,7 +292,7 @@ def _goodput_off(files: Results, *, results: str) -> Interval:
 
 
 def _faults_in_records(files: Results, *, results: str) -> Interval:
-    """Return how often a killed run broke what is promised."""
+    """Return the number of merges that differ, and of gaps that no fault explains."""
     run = read_table(files.path(results))
     return Interval(len(run["merges_that_differ"]) + len(run["gaps_unexplained"]), None)
 
@@ -305,6 +312,8 @@ def _slowest(files: Results, *, results: str, methods_here: list[str]) -> Interv
         for row in rows
         if row["method"] in methods_here
     ]
+    if not speeds:
+        raise ValueError(f"methods_here={methods_here!r} has no method of {results}")
     return Interval(min(speeds), None)
 
 

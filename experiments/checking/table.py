@@ -45,6 +45,10 @@ def check(claim: Claim, files: Results) -> Checked:
             interval = MEASURES[part.measure].of(files, **part.arguments)
         except ValueError as error:
             raise ValueError(f"claim {claim.name}, {part.what}: {error}") from None
+        except KeyError as error:
+            raise ValueError(
+                f"claim {claim.name}, {part.what}: its results have no {error}"
+            ) from None
         measured.append(interval)
 
     verdicts = [

@@ -41,24 +41,28 @@ INPUTS = {
         "progress_weight",
     ),
 }
-# Flags of a run that trials do not have.
-_ALONE = (
-    "init_from",
-    "step_times",
-    "batch_sizes",
-    "data_axis",
-    "model_axis",
-    "expert_axis",
-    "sequence_axis",
-    "optimizer_memory",
-    "stages",
-    "microbatches",
-    "random_routing",
-    "stage_subspace",
-    "step_seconds",
-    "adopt_from",
-    "spike_zscore",
-    "max_rollbacks",
+# Flags of a run that trials have, or that change none of their numbers. A run in which
+# another one is set is trained alone.
+_OF_TRIALS = frozenset(
+    {
+        "steps",
+        "seed",
+        "regions",
+        "accumulate_steps",
+        "eval_every",
+        "eval_batches",
+        "devices",
+        "local_regions",
+        "exchange",
+        "overlap",
+        "all_reduce",
+        "outer_channels",
+        "stage_compress",
+        "log_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "change_schedule",
+    }
 )
 
 
@@ -67,15 +71,17 @@ def why_alone(config: TrainConfig) -> str | None:
     """Return why a run cannot be a trial beside others; None if it can."""
     run = config.run
     defaults = type(config.run)()
-    for name in _ALONE:
-        if getattr(run, name) != getattr(defaults, name):
-            return f"{name}={getattr(run, name)}"
+    for field in dataclasses.fields(run):
+        value = getattr(run, field.name)
+        if field.name not in _OF_TRIALS and value != getattr(defaults, field.name):
+            return f"{field.name}={value}"
 
     if run.exchange == "elastic":
         return "exchange='elastic'"
     if config.model.lora_rank:
         return f"lora_rank={config.model.lora_rank}"
 
+    # Raises where the method is not possible inside one program.
     try:
         _trials(config, config.model).transform({})
     except ValueError as error:

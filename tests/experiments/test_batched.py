@@ -53,10 +53,11 @@ def stream(seed):
 
 
 def make_trials(run_config, in_turn=True, numbers=None):
-    make = functools.partial(batched._make, run_config, run_config.model)
-    if numbers is not None:  # Not inputs, but constants of the program.
-        fixed = make(numbers)
+    if numbers is not None:  # Not inputs of the program, but of its configuration.
+        fixed = batched._make(run_config.replace(**numbers), run_config.model, {})
         return trials.Trials(loss_fn, lambda _: fixed, {}, REGIONS, in_turn)
+
+    make = functools.partial(batched._make, run_config, run_config.model)
     example = batched.numbers_of(run_config)
     return trials.Trials(loss_fn, make, example, REGIONS, in_turn)
 
@@ -93,7 +94,7 @@ def numbers_of_trials(run_config):
 
 @functools.cache
 def trained_alone(method):
-    """The trials one by one, their numbers constants of the program."""
+    """The trials one by one, their numbers those of the configuration."""
     run_config = config(method)
     return [
         outcome_of(make_trials(run_config, True, numbers), [seed], [])

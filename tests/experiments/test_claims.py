@@ -148,7 +148,13 @@ def test_the_page_has_the_note_of_a_claim(results, written):
 
 @pytest.mark.parametrize(
     ("measure", "mean"),
-    [("less_loss", 0.4), ("lower_loss", 20.0), ("fewer_bytes", 4.0)],
+    [
+        ("more_loss", -0.4),
+        ("less_loss", 0.4),
+        ("lower_loss", 20.0),
+        ("fewer_bytes", 4.0),
+        ("fewer_bytes_to_loss", 5.0),  # 20 % fewer steps.
+    ],
 )
 def test_each_measure_has_its_figure(measure, mean, results, written):
     path = written(("fewer_steps", measure))
@@ -267,6 +273,14 @@ def test_no_verdict_follows_from_one_seed(results, written):
         (("at_least = 20.0", ""), r"part 1: rules are \[\]; a part has one of"),
         (("at_least = 20.0", "near = 20.0"), "near=20.0 must be .figure, margin."),
         (("minutes = 1", 'minutes = 1\nwhy = "no"'), "why has no meaning beside parts"),
+        (
+            ("sweep --grid", "bench --grid"),
+            "commands has 'bench --grid=g.toml .*begins",
+        ),
+        (
+            ('measure = "fewer_steps"\nresults = "grid.json"', 'measure = "faster"'),
+            "part 1: measure='faster': got an unexpected|missing a required",
+        ),
         (("[[parts]]", "[[parts"), "is no TOML"),
     ],
 )
@@ -275,6 +289,71 @@ def test_a_claim_that_is_not_valid_is_refused_in_one_line(replaced, message, wri
         claim.read(written(replaced))
     assert "\n" not in str(error.value)
     assert "one.toml" in str(error.value)
+
+
+RUN = """
+claim = "A."
+source = "README"
+title = "Ours"
+seen = "ours"
+scale = "small"
+setting = "small"
+commands = []
+minutes = 0
+
+[[parts]]
+what = "measured"
+"""
+RUN_OF_CHAOS = {
+    "goodput": 0.90,
+    "goodput_simulated": 0.94,
+    "merges_that_differ": [],
+    "gaps_unexplained": [3, 5],
+}
+RUN_OF_NETWORKS = {
+    "rows": [
+        {
+            "method": method,
+            "measured": {"slowdown": slowdown},
+            "simulated_over_measured": {"step_s": ratio},
+        }
+        for method, slowdown, ratio in [("diloco", 1.25, 0.9), ("co2", 4.0, 1.05)]
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "run", "mean"),
+    [
+        ('measure = "goodput_off"', RUN_OF_CHAOS, 4.0),
+        ('measure = "faults_in_records"', RUN_OF_CHAOS, 2.0),
+        ('measure = "step_time_off"', RUN_OF_NETWORKS, 10.0),
+        ('measure = "slowest"\nmethods_here = ["diloco"]', RUN_OF_NETWORKS, 80.0),
+    ],
+)
+def test_measures_of_a_run_have_their_figures(part, run, mean, results, written):
+    (results.folder / "run.json").write_text(json.dumps(run))
+    text = f'{RUN}{part}\nresults = "run.json"\nat_most = 1'
+    row = table.check(claim.read(written(text=text)), results)
+    assert row.measured[0].mean == pytest.approx(mean)
+    assert row.measured[0].half is None
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ('measure = "goodput_off"', "claim one, measured: its results have no 'goodp"),
+        (
+            'measure = "slowest"\nmethods_here = ["noloco"]',
+            "'noloco'. has no method of",
+        ),
+    ],
+)
+def test_results_without_what_is_measured_are_refused(part, message, results, written):
+    (results.folder / "run.json").write_text(json.dumps(RUN_OF_NETWORKS))
+    text = f'{RUN}{part}\nresults = "run.json"\nat_most = 1'
+    with pytest.raises(ValueError, match=message):
+        table.check(claim.read(written(text=text)), results)
 
 
 def test_a_claim_that_cannot_be_tried_says_why(written):

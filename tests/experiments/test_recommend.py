@@ -111,6 +111,7 @@ def test_where_nothing_helps_the_least_wait_is_chosen_and_said():
     choice = recommended(HOPELESS)
     assert choice.stall_share > recommend.NO_WAIT
     assert re.search(r"Regions wait for \d+\.\d% of the simulated", choice.explain())
+    assert "No known setting keeps regions from waiting" in choice.explain()
 
 
 def test_one_region_needs_no_plan():

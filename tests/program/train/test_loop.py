@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cocodc_jax.core.state import TrainState
+from cocodc_jax.core.state import AppliedSync, TrainState
 from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import Output
@@ -22,6 +22,7 @@ from cocodc_jax.train.evaluate import make_evaluate
 from cocodc_jax.train.finite import FiniteWatch, NonFiniteLossError
 from cocodc_jax.train.hooks import NO_HOOKS, Cadence, Hooks
 from cocodc_jax.train.loop import train
+from cocodc_jax.train.records import Records
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS
 
 
@@ -147,6 +148,19 @@ class TestRecords:
 
         tokens = [r["tokens"] for r in run.records if r["kind"] != "sync"]
         assert tokens == list(map(tokens_at, (2, 4, 6, 6, 8, 9)))
+
+    def test_metrics_of_a_merge_rule_are_recorded_under_its_prefix(self):
+        written = []
+        records = Records(written.append, log_every=10, tokens_at=lambda step: step)
+        metrics = {
+            "scale": jnp.array([0.25, 0.75]),
+            "correction_ratio": jnp.array([0.5, 0.5]),
+        }
+        records.sync(AppliedSync(0, 1, 2, 3, jnp.ones(()), metrics))
+
+        (record,) = written
+        assert record["merge_scale"] == 0.5
+        assert record["correction_ratio"] == 0.5
 
     def test_records_are_those_of_the_plain_run(self, tiny, method_name, evaluate):
         program = tiny.shared_program(method_name)
