@@ -44,8 +44,18 @@ _ERRORS = {x.__name__: x for x in _ENDS}
 _POLL_MS = 250
 _HELLO = b"hello"
 
-# A value that JSON can hold, and data.
+# A value that JSON can hold, and frames.
 Answer = tuple[Any, Sequence[bytes]]
+
+
+def _frames_of(message: m.Message, place: Place) -> list[bytes]:
+    """Write a message between regions for the processes of this one."""
+    return m.pack(m.Letter("", place.region, 0, message))
+
+
+def _message_in(frames: Sequence[bytes], place: Place) -> Any:
+    """Read the message that `_frames_of` wrote."""
+    return m.unpack(frames, place.num_regions).message
 
 
 class Ears:
@@ -138,10 +148,10 @@ class SharedLink(abc.ABC):
 
         def call(link: Link) -> Answer:
             copy = link.join(timeout_s)
-            return ([copy.step, copy.header], copy.arrays) if copy else (None, ())
+            return None, _frames_of(copy, self.place) if copy else ()
 
-        value, frames = self._same(call)
-        return m.Snapshot(value[0], value[1], tuple(frames)) if value else None
+        _, frames = self._same(call)
+        return _message_in(frames, self.place) if frames else None
 
     def at(self, oldest_step: int, marks: Sequence[m.Mark] = ()) -> dict[int, int]:
         """See `Link.at`; the marks of process 0 count."""
@@ -201,14 +211,9 @@ class Speaker(SharedLink):
             raise
         finally:
             self.view = self._link.view
-            seats = [*self.view.seats.items()]
-            head = {
-                "call": self._calls,
-                "value": value,
-                "error": error,
-                "view": [self.view.epoch, seats],
-            }
-            self._ears.tell(head, frames)
+            head = {"call": self._calls, "value": value, "error": error}
+            (view,) = _frames_of(m.Install(self.view, decisions=()), self.place)
+            self._ears.tell(head, [view, *frames])
 
     def send(self, sync: m.SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """See `Link.send`."""
@@ -222,8 +227,7 @@ class Speaker(SharedLink):
         """Forward the decision to the other processes when it arrives."""
 
         def tell(done: Future) -> None:
-            frames = m.pack(m.Letter("", self.place.region, 0, done.result()))
-            self._ears.tell({"decided": True}, frames)
+            self._ears.tell({"decided": True}, _frames_of(done.result(), self.place))
 
         future.add_done_callback(tell)
         return future
@@ -267,7 +271,7 @@ class Listener(SharedLink):
 
             answer = json.loads(head)
             if "decided" in answer:
-                decision: Any = m.unpack(frames, self.place.num_regions).message
+                decision = _message_in(frames, self.place)
                 future = self.expect(decision.sync)
                 if not future.done():
                     future.set_result(decision)
@@ -293,14 +297,8 @@ class Listener(SharedLink):
                 "processes of this region do not run the same program"
             )
 
-        epoch, seats = answer["view"]
-        self.view = m.View(
-            m.Epoch(*epoch),
-            {
-                region: m.Seat(boot, since_step, (source[0], source[1]))
-                for region, (boot, since_step, source) in seats
-            },
-        )
+        view, *frames = frames
+        self.view = _message_in([view], self.place).view
 
         if answer["error"]:
             name, text = answer["error"]

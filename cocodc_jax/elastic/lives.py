@@ -4,7 +4,7 @@ A region may run twice: a scheduler moves it while its old machine is frozen, or
 people start it. Every start is a *life* with a number, its boot, and of two lives the
 one with the higher number is newer. The number is
 
-    the time of the start, in units of 2^20 ns (a millisecond) | 20 random bits
+    the time of the start, in units of 2^20 ns (a millisecond) | 19 random bits
 
 so lives of machines whose clocks agree are in the order of their starts, and no two are
 equal. Clocks may differ. So a region that has just started asks the others which lives

@@ -215,6 +215,7 @@ Message = _OfViews | _OfSyncs
 MAX_HEADER_BYTES = 1 << 20
 
 _KINDS = {kind.__name__: kind for kind in typing.get_args(Message)}
+# Of the messages, and of the classes that are fields of messages.
 _FIELDS = {
     kind: typing.get_type_hints(kind, include_extras=True)
     for kind in (*_KINDS.values(), View, Seat, Epoch, Mark)
@@ -275,11 +276,11 @@ def _plain(value: Any, data: list[bytes]) -> Any:
         case bytes():
             data.append(value)
             return len(data) - 1
-        case View() | Decision():
-            return _plain(tuple(vars(value).values()), data)
         case tuple():
             return [_plain(x, data) for x in value]
 
+    if dataclasses.is_dataclass(value):
+        return _plain(tuple(vars(value).values()), data)
     if isinstance(value, dict) and value and isinstance(next(iter(value)), int):
         return [[r, _plain(x, data)] for r, x in sorted(value.items())]
     return value

@@ -213,7 +213,7 @@ class Member(Agreement):
             self._beat_at = now
             self._tell_all(m.Leave())  # The last one may have been lost.
 
-        if self.why_left or not self.is_announced or self._is_far_behind():
+        if self.why_left or not self.is_announced or self._leave_if_far_behind():
             return
 
         if now - self._beat_at >= self._timing.beat_s:
@@ -223,7 +223,7 @@ class Member(Agreement):
         if self._has_to_begin_again(now):
             self.why_left = "fewer than min_regions are left, and others are there"
             return
-        if self._has_gone_astray():
+        if self._leave_if_astray():
             return
 
         seats = self._next_seats(now)
@@ -381,8 +381,8 @@ class Member(Agreement):
         limit_s = (FORGET + 1) * self._timing.dead_after_s
         return self._is_new and not self.is_in and now - self._doubts_since <= limit_s
 
-    def _has_gone_astray(self) -> bool:
-        """Leave if this region's outer model is not that of the others."""
+    def _leave_if_astray(self) -> bool:
+        """Leave if this region's outer model differs from the others'; say whether."""
         for finding in self._marks.findings(self.view):
             self.findings.append(finding)
             if self.region in finding.astray:
@@ -398,8 +398,8 @@ class Member(Agreement):
 
     # Heartbeats, and views that continued without this region.
 
-    def _is_far_behind(self) -> bool:
-        """Leave if the others are too far ahead."""
+    def _leave_if_far_behind(self) -> bool:
+        """Leave if the others are too far ahead; say whether."""
         seat = self.view.seats.get(self.region)
         if not self.is_in or seat is None:
             return False

@@ -189,7 +189,7 @@ class Executor:
         self._handlers = {
             START: self._start,
             MIDWAY: self._look_midway,
-            FINISH: self._finish_or_wait,
+            FINISH: self._finish_or_postpone,
         }
 
         # On the outer mesh a message has its own device, and so its own threads.
@@ -260,10 +260,10 @@ class Executor:
             functools.partial(self._make_merge, is_late=True)
         )
 
-        # A late mean is applied at the next slot; None waits for it when it is due.
-        self._slots: Slotted | None = None
+        # Its slots are those to which a late mean is postponed; None waits for it.
+        self._postponing: Slotted | None = None
         if self._exchange.goes_on and isinstance(self._schedule, Slotted):
-            self._slots = self._schedule
+            self._postponing = self._schedule
 
         def keep(outer: PyTree, message: PyTree) -> PyTree:
             """Apply a region's own message, old minus new, to the outer fragment."""
@@ -460,15 +460,15 @@ class Executor:
         flight = run.sync.in_flight[event.sync_id].with_kept(needs.HALFWAY, copy)
         run.launch(event.sync_id, flight)
 
-    def _finish_or_wait(self, run: _Run, event: Event) -> None:
-        """Apply a mean, or put it off to the next slot if it has not arrived."""
-        # Without a delay the start still waits for inner steps; `_finish` sends it.
+    def _finish_or_postpone(self, run: _Run, event: Event) -> None:
+        """Finish a sync, or postpone it to the next slot if its mean is late."""
+        # Without a delay the sync has not left yet: `_finish` sends it first.
         flight = run.sync.in_flight.get(event.sync_id)
         mean = None if flight is None else flight.mean
         is_missing = isinstance(mean, PendingMean) and not mean.is_ready()
 
-        if self._slots is not None and is_missing:
-            slot = self._slots.next_slot(run.step - 1)
+        if self._postponing is not None and is_missing:
+            slot = self._postponing.next_slot(run.step - 1)  # This step, if it is one.
             if slot > run.step:
                 pending = Pending(
                     *event.sync_id,
@@ -588,7 +588,7 @@ class Executor:
         k = event.fragment_id
         spec = self._spec
         age = run.step - event.start_step
-        is_late = self._slots is not None and age > self._slots.delay_steps
+        is_late = self._postponing is not None and age > self._postponing.delay_steps
         delay = np.int32(max(age, 1)) if takes_delay(spec.sync, is_late) else None
 
         arguments = merge_arguments(

@@ -118,9 +118,8 @@ class Membership:
                     f"the run is at step {copy.step}, and this region's own state at "
                     f"step {state.step}: of another run, or the others lost theirs"
                 )
-            is_led_by = link.view.epoch.region  # The copy is its state.
-            if carried is not None and is_led_by not in carried.missed:
-                carried = carried._replace(shared=None)
+            if carried is not None:  # The copy is the coordinator's state.
+                carried = carried.to_join(link.view.epoch.region)
             state = joining.adopt(self._program, params, key, copy, carried)
         self._last_report_step = state.step
         self._last_report_s = time.monotonic()

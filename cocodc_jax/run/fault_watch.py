@@ -27,7 +27,7 @@ class FaultWatch:
     """Evaluates the times of messages and steps, sync by sync.
 
     Findings go to the console and to a file, with the evidence, when they begin and
-    end.
+    end. The file also has why this region left the others (`note_left`).
     """
 
     def __init__(
@@ -81,6 +81,18 @@ class FaultWatch:
             silent[region] = Finding("silent", (region,), seconds, usual, ratio)
         self._report_changes(self._silent, silent)
         self._silent = silent
+
+    def note_left(self, region: int, reason: str) -> None:
+        """Append why this region takes part no more, or until it returns."""
+        line = {
+            "fault": "left",
+            "kind": "left",
+            "where": (region,),
+            "reason": reason,
+            "time": time.time(),
+        }
+        with contextlib.suppress(OSError):  # The region returns all the same.
+            append_line(self._path, line)
 
     def _report_changes(self, before: dict, now: dict) -> None:
         for key in sorted(now.keys() - before.keys()):

@@ -140,6 +140,8 @@ class Session:
                         return self._stopped(attempt.own_step, monitor)
                     attempt = attempt.save_and_stop()
                 except LeftBehindError as error:
+                    if self.place is not None:
+                        attempt.fault_watch.note_left(self.place.region, str(error))
                     if error.state is None:
                         raise
                     attempt = attempt.rejoin(error)

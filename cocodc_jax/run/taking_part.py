@@ -422,9 +422,8 @@ def _go_on(
         )
     print(f"going on from another region's step {copy.step}", file=sys.stderr)
 
-    if carried is not None and leader not in carried.missed:
-        # Since its loss, this region has had outer parameters in common with it.
-        carried = carried._replace(shared=None)
+    if carried is not None:
+        carried = carried.to_join(leader)
     params, key = session.first_params()
     return joining.adopt(session.program, params, key, copy, carried)
 

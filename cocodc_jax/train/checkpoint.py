@@ -46,7 +46,7 @@ class CheckpointError(OSError):
 
 
 class _DamagedError(Exception):
-    """A checkpoint is corrupt, or cannot be read."""
+    """A checkpoint is corrupt, cannot be read, or is of another step or run."""
 
 
 def steps_in(directory: Any) -> list[int]:
@@ -164,8 +164,8 @@ class Checkpoints:
                 write_whole(file, run)
         return _run_in(file)
 
-    def _check_identity(self, step: int, rest: dict) -> None:
-        """Raise `_DamagedError` if the contents are of another step or run.
+    def _run_of(self, step: int, rest: dict) -> str:
+        """Return the run's identity; raise `_DamagedError` for another step or run.
 
         Checkpoints of 0.38.0 and before say neither.
         """
@@ -183,7 +183,7 @@ class Checkpoints:
                 f"it is of another run ({run}, and {RUN_FILE} says {expected_run})"
             )
 
-        self._restored_run = run
+        return run
 
     def forget_after(self, step: int) -> None:
         """Delete the checkpoints after a step, which the run will reach again."""
@@ -196,8 +196,9 @@ class Checkpoints:
     ) -> tuple[TrainState, dict] | None:
         """Return the newest intact checkpoint and the `extra` saved with it.
 
-        Newer corrupt ones are reported on standard error and moved aside, as the run
-        will reach their steps again. Call it in every process.
+        Newer ones that are corrupt, or of another step or run, are reported on standard
+        error and moved aside, as the run will reach their steps again. Call it in every
+        process.
 
         Args:
           program: of the same method, model and number of regions; another program can
@@ -257,7 +258,7 @@ class Checkpoints:
             for key in _REST_KEYS:
                 _ = rest[key]  # A KeyError is damage.
 
-        self._check_identity(step, rest)
+        self._restored_run = self._run_of(step, rest)
         where = f"the checkpoint of step {step} in {self._directory}"
         abstract = _abstract(program, rest, where)
         shapes = _arrays(abstract)
@@ -287,8 +288,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            is_whole = (self._directory / str(step) / checksums.FILE).exists()
-            if is_whole or self._in_bucket or jax.process_count() > 1:
+            has_checksums = (self._directory / str(step) / checksums.FILE).exists()
+            if has_checksums or self._in_bucket or jax.process_count() > 1:
                 raise
             raise _DamagedError(f"it cannot be read: {first_line(error)}") from error
 

@@ -42,6 +42,14 @@ class Carried(NamedTuple):
     missed: frozenset[int] = frozenset()
     boot: int | None = None  # The life of the region that it had, see `elastic.lives`.
 
+    def to_join(self, leader: int) -> "Carried":
+        """Return what counts where `leader`, a region, sends the copy to start from.
+
+        With a leader that was not lost, the outer parameters in common are the last
+        ones.
+        """
+        return self if leader in self.missed else self._replace(shared=None)
+
 
 def copy_of(program: SyncProgram, state: TrainState) -> Snapshot:
     """Copy to the host what a joining region needs; waits for the outer steps."""

@@ -116,6 +116,9 @@ def test_one_is_asked_to_stop_and_one_is_silent_for_a_while(three):
 
     kinds = [(f["kind"], f["where"]) for f in three.lines(1, "faults.jsonl")]
     assert all(("gone", [region]) in kinds for region in (0, 2))
+    left = [f for f in three.lines(2, "faults.jsonl") if f["kind"] == "left"]
+    assert left[-1]["where"] == [2]
+    assert "without this one" in left[-1]["reason"]
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

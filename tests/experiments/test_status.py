@@ -153,7 +153,12 @@ def test_elastic_regions_have_a_row_each(tmp_path, capsys):
         text = "".join(json.dumps(line) + "\n" for line in merges)
         (run / "syncs.jsonl").write_text(text)
 
-    faults = [("begins", "slow", [1]), ("begins", "gone", [10]), ("ends", "slow", [1])]
+    faults = [
+        ("begins", "slow", [1]),
+        ("left", "left", [0]),  # And came back.
+        ("begins", "gone", [10]),
+        ("ends", "slow", [1]),
+    ]
     with (tmp_path / "region_0" / "faults.jsonl").open("w") as file:
         for what, kind, where in faults:
             line = {"fault": what, "kind": kind, "where": where, "start_step": 8}

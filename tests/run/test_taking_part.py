@@ -22,6 +22,7 @@ from cocodc_jax.run.processes import Processes
 from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.run.taking_part import SYNCS_FILE, Start, last_merge, run_digest
 from cocodc_jax.train import reporting
+from cocodc_jax.train.joining import Carried
 from experiments import train
 
 PLACE = Place(1, ("a:1", "b:1", "c:1"), b"k" * 32, Timing(start_s=7))
@@ -103,11 +104,23 @@ def test_what_was_last_in_common_is_of_the_regions_that_are_missed():
         assert (reporter.missed, shared) == (missed, common)
 
 
-# Of those that are missed since there was something in common; region 1 leads.
-@pytest.mark.parametrize("missed", [None, {1}, {0}])
+@pytest.mark.parametrize(
+    ("missed", "has_shared"),
+    [({1}, True), ({0}, False)],
+    ids=["the leader was lost", "another region was"],
+)
+def test_what_is_in_common_with_the_leader_decides_what_is_carried(missed, has_shared):
+    shared = ({"w": np.zeros(2)},)
+    carried = Carried(mock.Mock(), shared, frozenset(missed), boot=5)
+    assert carried.to_join(leader=1) == carried._replace(
+        shared=shared if has_shared else None
+    )
+
+
+@pytest.mark.parametrize("is_carried", [False, True])
 @pytest.mark.parametrize(("at", "then"), [(48, 3), (44, -1), (None, "back")])
 def test_data_are_skipped_before_it_asks_to_join(
-    monkeypatch, tmp_path, at, then, missed
+    monkeypatch, tmp_path, at, then, is_carried
 ):
     """The others are at step 43, and at 45 when that is read; then a copy comes, or
     they have ended meanwhile."""
@@ -138,7 +151,7 @@ def test_data_are_skipped_before_it_asks_to_join(
         first_params=lambda: (None, None),
     )
 
-    carried = missed and mock.Mock(missed=missed)
+    carried = mock.Mock() if is_carried else None
     stop = mock.Mock()
     with taking_part.taking_part(
         session,
@@ -154,7 +167,7 @@ def test_data_are_skipped_before_it_asks_to_join(
         assert link.should_stop is stop.is_asked
 
     if carried and copy:
-        assert carried._replace.called == (missed == {0})
+        carried.to_join.assert_called_once_with(1)  # Region 1 leads.
 
 
 ADDRESSES = "a:1,b:2"

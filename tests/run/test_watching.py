@@ -402,6 +402,15 @@ def test_a_silence_is_reported_when_it_begins_and_when_it_ends(tmp_path):
     assert reported[0][2].startswith("region 2 is silent for 2.5 s")
 
 
+def test_the_reason_why_a_region_left_is_in_its_file(tmp_path):
+    watch = FaultWatch(tmp_path, "warn", least_s=0.05)
+    watch.note_left(1, "region 1: region 0 and others went on without this one")
+
+    (line,) = read_lines(tmp_path / FAULTS_FILE, dict)
+    assert (line["fault"], line["kind"], line["where"]) == ("left", "left", [1])
+    assert line["reason"] == "region 1: region 0 and others went on without this one"
+
+
 def test_who_is_left_alone_says_that_all_others_are_gone(tmp_path):
     watch = FaultWatch(tmp_path, "warn", 0.05)
     nan = float("nan")
