@@ -1,5 +1,6 @@
 """The table of methods: defaults, what is refused, and what its files must say."""
 
+import pathlib
 import sys
 
 import jax
@@ -17,6 +18,7 @@ from cocodc_jax.sync.summed import SummedFactors
 from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.sparsify import top_k
 
+ROOT = pathlib.Path(__file__).parents[2]
 GRADIENTS = curvature.outer_product(units="gradient")
 
 
@@ -160,6 +162,23 @@ def test_every_file_of_a_method_is_its_algorithm(name):
 def test_the_table_of_the_package_names_every_method():
     for name in METHODS:
         assert f"\n{name} " in methods.__doc__, name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_page_of_methods_lists_every_method(name):
+    assert f"[`{name}`](" in (ROOT / "docs/methods/index.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("README.md", f"Streaming DiLoCo, data parallel and [{len(METHODS) - 4} more"),
+        ("docs/other_tools.md", f"{len(METHODS)} methods in JAX as one program"),
+    ],
+)
+def test_documents_count_the_methods(page, sentence):
+    text = " ".join((ROOT / page).read_text().split())
+    assert sentence in text
 
 
 # --- DiLoCoX, eager updates, Decoupled DiLoCo ---
