@@ -1,8 +1,9 @@
 """Packages whose public names are imported when they are first asked for.
 
 Who needs one part of a package then does not load the others: a relay of
-`cocodc_jax.netlab` starts without JAX. The package `lazy_loader` does the same, but its
-names stand twice, in a call and for type checkers.
+`cocodc_jax.netlab` starts without JAX. The package `lazy_loader` does the same, but the
+core would need a third package beside JAX and Optax, and names would stand twice, in a
+call or a stub and for type checkers.
 """
 
 import ast
