@@ -277,24 +277,37 @@ def test_methods_that_need_more_than_parameters_are_refused(method, message):
         cc.RegionSync(method, params, 2)
 
 
-def test_what_a_merge_needs_is_asked_for_before_anything_runs():
+def hessian_vector():
+    """A merge that takes gradients of the last batch, and Adam's second moment."""
     method = cc.methods.get("cocodc", curvature="hessian_vector", **OVERLAPPED)
-    params = {"a": jnp.ones((2, 4)), "b": jnp.ones((2, 4))}
-    inputs = cc.UserInputs(0.02, cc.adam_second_moment(0.999))
+    inputs = cc.UserInputs(
+        learning_rate=0.02, second_moment=cc.adam_second_moment(0.999)
+    )
+    return method, inputs
 
+
+def test_a_merge_that_takes_gradients_needs_the_loss():
+    params = {"a": jnp.ones((2, 4)), "b": jnp.ones((2, 4))}
+    method, inputs = hessian_vector()
     with pytest.raises(ValueError, match="pass loss_fn="):
         cc.RegionSync(method, params, 2, user_inputs=inputs)
+
+
+@pytest.mark.parametrize("missing", ["opt_state", "batch"])
+def test_after_step_names_a_missing_argument_and_donates_nothing(missing):
+    params = {"a": jnp.ones((2, 4)), "b": jnp.ones((2, 4))}
+    method, inputs = hessian_vector()
 
     def loss_fn(params, batch, key):
         return params["a"].sum(), {}
 
     sync = cc.RegionSync(method, params, 2, user_inputs=inputs, loss_fn=loss_fn)
-    state = sync.init(params)
-    batch = jnp.ones((2, 1))
-    with pytest.raises(ValueError, match=r"pass after_step\(\.\.\., opt_state="):
-        sync.after_step(params, state, batch=batch)
+    arguments = {
+        "batch": jnp.ones((2, 1)),
+        "opt_state": jax.vmap(optax.adam(0.1).init)(params),
+    }
+    del arguments[missing]
 
-    opt_state = jax.vmap(optax.adam(0.1).init)(params)
-    with pytest.raises(ValueError, match=r"pass after_step\(\.\.\., batch="):
-        sync.after_step(params, state, opt_state=opt_state)
+    with pytest.raises(ValueError, match=rf"pass after_step\(\.\.\., {missing}="):
+        sync.after_step(params, sync.init(params), **arguments)
     assert not any(x.is_deleted() for x in params.values())

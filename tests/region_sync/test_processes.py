@@ -26,8 +26,22 @@ def in_one():
     return params["head"], sync.outer_params(state, params)["head"]
 
 
+def assert_equals_one_process(paths, in_one):
+    """Compare what processes wrote, each at the paths of its region, with one program.
+
+    Args:
+      paths: pairs of a region and a file with its head, and that of the outer model.
+      in_one: the fixture.
+    """
+    heads, outer = in_one
+    for region, path in paths:
+        head, outer_head = np.load(path).values()
+        np.testing.assert_allclose(head, heads[region], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(outer_head, outer, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("form", ["stacked", "processes"])
-def test_two_processes_are_one_program(form, tmp_path, in_one):
+def test_two_processes_train_what_one_process_does(form, tmp_path, in_one):
     (address,) = free_addresses(1)
     paths = [tmp_path / f"{process}.npz" for process in range(2)]
     command = [sys.executable, "-m", "tests.region_sync.worker", address, "2"]
@@ -37,18 +51,15 @@ def test_two_processes_are_one_program(form, tmp_path, in_one):
     ]
     assert [child.wait(120) for child in children] == [0, 0]
 
-    heads, outer = in_one
-    for process, path in enumerate(paths):
-        local, outer_there = np.load(path).values()
-        np.testing.assert_allclose(local, heads[process], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(outer_there, outer, rtol=1e-5, atol=1e-6)
+    assert_equals_one_process(enumerate(paths), in_one)
 
 
 @pytest.mark.parametrize(
     "num_processes", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)]
 )
-def test_elastic_regions_of_several_processes(num_processes, tmp_path, in_one):
-    """They train what regions of one process in one program do."""
+def test_elastic_regions_of_several_processes_train_what_one_process_does(
+    num_processes, tmp_path, in_one
+):
     addresses = ",".join(free_addresses(2))
     children = []
     paths = []
@@ -64,8 +75,4 @@ def test_elastic_regions_of_several_processes(num_processes, tmp_path, in_one):
 
     assert [child.wait(240) for child in children] == [0] * len(children)
 
-    heads, outer = in_one
-    for region, path in paths:
-        local, outer_there = np.load(path).values()
-        np.testing.assert_allclose(local, heads[region], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(outer_there, outer, rtol=1e-5, atol=1e-6)
+    assert_equals_one_process(paths, in_one)

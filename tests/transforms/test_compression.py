@@ -87,22 +87,25 @@ def leaves_of(*trees):
 # --- packing ---
 
 
+pack = jax.jit(packing.pack, static_argnums=1)
+unpack = jax.jit(packing.unpack, static_argnums=(1, 2))
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 13])
-def test_packing_is_a_little_endian_bit_stream(bits):
-    pack = jax.jit(lambda codes: packing.pack(codes, bits))
-    unpack = jax.jit(lambda packed: packing.unpack(packed, bits, 9))
+@given(data=st.data())
+@settings(max_examples=30)
+def test_packing_is_a_little_endian_bit_stream(bits, data):
+    codes = data.draw(
+        st.lists(st.integers(0, 2**bits - 1), min_size=9, max_size=9), "codes"
+    )
 
-    @given(st.lists(st.integers(0, 2**bits - 1), min_size=9, max_size=9))
-    @settings(max_examples=30, deadline=None)
-    def packs_as_by_hand(codes):
-        stream = "".join(f"{c:0{bits}b}"[::-1] for c in codes)
-        by_hand = [int(stream[i : i + 8][::-1], 2) for i in range(0, len(stream), 8)]
-        packed = pack(np.array(codes))
-        assert packed.dtype == jnp.uint8
-        np.testing.assert_array_equal(packed, by_hand)
-        np.testing.assert_array_equal(unpack(packed), codes)
+    stream = "".join(f"{c:0{bits}b}"[::-1] for c in codes)
+    by_hand = [int(stream[i : i + 8][::-1], 2) for i in range(0, len(stream), 8)]
 
-    packs_as_by_hand()
+    packed = pack(np.array(codes), bits)
+    assert packed.dtype == jnp.uint8
+    np.testing.assert_array_equal(packed, by_hand)
+    np.testing.assert_array_equal(unpack(packed, bits, 9), codes)
 
 
 # --- round trips and bounds ---
@@ -183,16 +186,14 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("text", BOUNDS)
-def test_errors_stay_within_their_bounds(text):
-    @given(vectors)
-    @settings(max_examples=50, deadline=None)
-    def stays_within_its_bound(x):
-        bound = BOUNDS[text](x, blockwise_absmax(x, 16))
-        # float32 rounding of the product and of the fraction.
-        bound = bound * (1 + 1e-5) + 1e-6 * blockwise_absmax(x, 16)
-        assert np.all(np.abs(np.asarray(round_trip(text, x)) - x) <= bound)
+@given(x=vectors)
+@settings(max_examples=50)
+def test_errors_stay_within_their_bounds(text, x):
+    scale = blockwise_absmax(x, 16)
+    slack = 1e-6 * scale  # float32 rounding.
+    bound = BOUNDS[text](x, scale) * (1 + 1e-5) + slack
 
-    stays_within_its_bound()
+    assert np.all(np.abs(np.asarray(round_trip(text, x)) - x) <= bound)
 
 
 @pytest.mark.parametrize(("name", "digits"), [("float16", 11), ("bfloat16", 8)])

@@ -40,18 +40,19 @@ def mean(links, step, rows=(b"a", b"b")):
         assert dict(future.result(30).rows) == dict(enumerate(rows))
 
 
-class Name:
-    """A port that stands for another one, as a name does that can be changed.
+class MovableAddress:
+    """An address whose connections are forwarded to another one, which can be changed.
 
-    Use as a context manager.
+    Behaves as a host name that a scheduler lets point to another machine. Use as a
+    context manager.
     """
 
-    def __init__(self, address):
-        self.target = address
+    def __init__(self, target):
+        self._target = target
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self._open = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Of the target, and the connections to it.
 
     def __enter__(self):
         threading.Thread(target=self._accept, daemon=True).start()
@@ -59,34 +60,51 @@ class Name:
 
     def __exit__(self, *exception):
         self._server.close()
-        self.change("")
+        self.move(None)
 
-    def change(self, address):
-        """Let the name stand for another address; connections to the former end."""
+    def move(self, target):
+        """Forward new connections to another address; end those to the former."""
         with self._lock:
-            self.target = address
+            self._target = target
             for end in self._open:
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
             self._open = []
 
     def _accept(self):
-        with contextlib.suppress(OSError):  # It is closed.
-            while True:
+        while True:
+            try:
                 near, _ = self._server.accept()
+            except OSError:  # The server was closed.
+                return
 
-                with self._lock:
-                    host, _, port = self.target.rpartition(":")
-                    try:
-                        far = socket.create_connection((host, int(port)), timeout=1)
-                    except (OSError, ValueError):
-                        near.close()
-                        continue
-                    far.settimeout(None)
-                    self._open += [near, far]
+            far = self._connect(near)
+            if far is None:
+                near.close()
+                continue
 
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=_copy, args=ends, daemon=True).start()
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=_copy, args=ends, daemon=True).start()
+
+    def _connect(self, near):
+        """Connect to the target, unless nobody listens there or it moves meanwhile."""
+        target = self._target
+        if target is None:
+            return None
+
+        host, _, port = target.rpartition(":")
+        try:
+            far = socket.create_connection((host, int(port)), timeout=1)
+        except OSError:
+            return None
+        far.settimeout(None)
+
+        with self._lock:
+            if self._target != target:
+                far.close()
+                return None
+            self._open += [near, far]
+        return far
 
 
 def _copy(source, target):

@@ -16,7 +16,7 @@ import pytest
 
 from cocodc_jax.elastic import objects
 from cocodc_jax.netlab.children import free_addresses
-from tests.program.elastic.meeting import Name
+from tests.program.elastic.meeting import MovableAddress
 from tests.waiting import wait_until
 
 TIMING = {"beat_s": 0.1, "dead_after_s": 1.5, "grace_s": 20, "start_s": 20}
@@ -188,13 +188,13 @@ def test_a_life_whose_address_another_has_ends_once_it_has_a_seat(make, wakes):
     """
     regions = make(2)
     of_other, of_older, of_newer = free_addresses(3)
-    with Name(of_older) as name:
-        other = regions.start(0, addresses=[of_other, name.address])
+    with MovableAddress(of_older) as movable:
+        other = regions.start(0, addresses=[of_other, movable.address])
         older = regions.start(1, addresses=[of_other, of_older])
         regions.synced(other, regions=[0, 1])
         older.send_signal(signal.SIGSTOP)
         regions.synced(other, num=3, regions=[0])
-        name.change(of_newer)
+        movable.move(of_newer)
         newer = regions.start(1, addresses=[of_other, of_newer])
         if wakes == "late":
             regions.synced(newer, regions=[0, 1])

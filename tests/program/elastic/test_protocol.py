@@ -793,21 +793,31 @@ def test_a_life_that_was_frozen_at_its_start_does_not_take_a_number_above_others
     assert world.members[0].view.has(newer.life)
 
 
-def test_a_newer_life_that_nobody_reaches_does_not_push_out_one_that_takes_part():
-    """As one that was started elsewhere, before its name leads there."""
+def test_a_newer_life_that_hears_no_member_does_not_push_out_one_that_takes_part():
+    """As one that a scheduler started elsewhere, before it moved the region's name."""
     world = settled(2)
-    newer = world.boots + 5
+    newer_boot = world.boots + 5
+    asks = messages.Join(step=0, hears=())
+    asks_and_knows_the_other = messages.Join(step=0, hears=(), knows=((0, 1),))
+
     for _ in range(30):
-        for message in (messages.Join(0, ()), messages.Join(0, (), ((0, 1),))):
-            world.members[0].receive(1, newer, message, world.now)
+        for message in (asks, asks_and_knows_the_other):
+            world.members[0].receive(1, newer_boot, message, world.now)
         world.turn()
 
     assert world.members[0].view.has(world.members[1].life)
     assert not world.members[1].why_left
 
-    reached = messages.Join(0, (world.members[0].life,))
-    world.members[0].receive(1, newer, reached, world.now)
-    assert world.members[0].joiners(world.now) == {1: newer}
+
+def test_a_newer_life_that_hears_a_member_is_a_joiner():
+    world = settled(2)
+    member = world.members[0]
+    newer_boot = world.boots + 5
+
+    asks = messages.Join(step=0, hears=(member.life,))
+    member.receive(1, newer_boot, asks, world.now)
+
+    assert member.joiners(world.now) == {1: newer_boot}
 
 
 # --- Who may decide, and when others count as dead ---

@@ -166,14 +166,18 @@ def rows_of(monkeypatch):
     return rows
 
 
-def test_the_outer_mesh_has_a_device_of_each_process_in_the_order_of_regions(
+def test_the_outer_mesh_has_a_spare_device_of_each_process_in_the_order_of_regions(
     three_of_two_processes, rows_of
 ):
     inner = grid(inner_devices(2)[::-1], 4, 1, 1)
     assert rows_of(inner) == [["1.2"], ["0.2"]]
     assert str(outer_device(inner, 0)) == "0.2"
+
+
+@pytest.mark.usefixtures("three_of_two_processes")
+def test_without_a_spare_device_the_outer_device_is_one_of_the_region():
     inner = grid(inner_devices(3), 6, 1, 1)
-    assert str(outer_device(inner, 1)) == "1.0"  # None to spare.
+    assert str(outer_device(inner, 1)) == "1.0"
 
 
 def test_each_channel_has_another_device_of_every_process(
