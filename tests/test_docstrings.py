@@ -32,7 +32,7 @@ SPEC.loader.exec_module(docstrings)
         ),
     ],
 )
-def test_what_becomes_of_text(before, after):
+def test_docstrings_become_restructured_text(before, after):
     lines = before.split("\n")
     docstrings.process(None, "module", "name", None, None, lines)
     assert "\n".join(lines) == after

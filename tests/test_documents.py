@@ -110,7 +110,7 @@ def of_guides(tmp_path_factory):
     return outcomes_of(GUIDES, tmp_path_factory.mktemp("guides"))
 
 
-def test_there_are_blocks_and_what_comes_first_is_short_as_are_recipes():
+def test_first_blocks_and_recipes_are_short():
     assert {LIBRARY, GALLERY, LOOP, METHOD, PROCESSES} <= BLOCKS.keys()
     longest = {LIBRARY: 25, LOSS: 40, CHECKPOINTS: 40, TRANSFORM: 40}
     assert not [name for name, n in longest.items() if num_lines(BLOCKS[name]) > n]
@@ -122,11 +122,11 @@ def test_there_are_blocks_and_what_comes_first_is_short_as_are_recipes():
 @pytest.mark.parametrize(
     ("name", "longest"), [("README.md", 150), ("BUILD_NOTES.md", 350)]
 )
-def test_what_everybody_opens_is_short(name, longest):
+def test_first_documents_are_short(name, longest):
     assert len((ROOT / name).read_text().splitlines()) <= longest
 
 
-def test_what_one_cites_is_this_version():
+def test_citations_name_this_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = project["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
@@ -134,7 +134,7 @@ def test_what_one_cites_is_this_version():
 
 
 @pytest.mark.parametrize("name", [p for p in PAGES if not p.startswith(PAST)])
-def test_what_a_page_names_exists(name):
+def test_files_and_classes_that_a_page_names_exist(name):
     """Files, by their paths in the repository or a package, and classes."""
     text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
     quoted = set(re.findall(r"`([^`\n]+)`", text))
@@ -147,7 +147,7 @@ def test_what_a_page_names_exists(name):
     assert not {x for x in classes if x not in CODE}
 
 
-def test_what_contributors_look_for_is_where_the_table_says():
+def test_names_in_contributings_table_are_in_their_files():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = text.partition("## Where is ...\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
@@ -168,7 +168,7 @@ def test_messages_that_are_explained_are_of_the_code(message):
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_block_of_what_everybody_opens_runs(name, of_first):
+def test_blocks_of_first_documents_run(name, of_first):
     assert_runs(name, *of_first[name])
 
 

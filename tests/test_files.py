@@ -42,7 +42,7 @@ def test_a_damaged_file_is_named(tmp_path, content):
         files.read_table(path)
 
 
-def test_a_folder_is_made_or_told_why_not(tmp_path, monkeypatch):
+def test_a_folder_is_created_or_the_reason_is_named(tmp_path, monkeypatch):
     folder = tmp_path / "new" / "folder"
     files.ensure_folder(folder)
     files.ensure_folder(folder)
@@ -84,7 +84,7 @@ def test_a_line_is_appended_after_one_that_is_cut_off(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder"])
-def test_what_is_no_regular_file_is_neither_waited_for_nor_read(tmp_path, kind):
+def test_only_regular_files_are_opened(tmp_path, kind):
     path = tmp_path / "metrics.jsonl"
     with socket.socket(socket.AF_UNIX) as strange, at_once():
         if kind == "pipe":

@@ -79,7 +79,7 @@ SAYS = {
 }
 
 
-def test_the_core_works_without_extras_and_says_which_one_is_missing():
+def test_the_core_works_without_extras_and_names_a_missing_one():
     code = """
 import cocodc_jax as cc
 for package in (cc, cc.transforms, cc.sync, cc.methods):

@@ -39,7 +39,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 @pytest.mark.parametrize(
     "path", ["", "runs/~", "./~", "/a/~/b", "gs://bucket/~", "s3://~/run"]
 )
-def test_a_tilde_elsewhere_stays(path, monkeypatch):
+def test_a_tilde_that_is_not_first_is_kept(path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert without_tilde(path) == path
 
@@ -66,7 +66,7 @@ def test_cache_dir_follows_the_environment(monkeypatch):
     assert cache_dir("~/data") == pathlib.Path("/home/me/data")
 
 
-def test_without_a_home_a_private_folder_is_used_and_said_once(no_home, capfd):
+def test_without_a_home_a_private_folder_is_used_with_one_warning(no_home, capfd):
     folder = no_home / f"cocodc_jax_{os.getuid()}"
     assert cache_dir() == folder == cache_dir()
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -77,7 +77,7 @@ def test_without_a_home_a_private_folder_is_used_and_said_once(no_home, capfd):
     assert cache_dir("/given") == pathlib.Path("/given")
 
 
-def test_a_home_that_cannot_be_written_to_is_none(no_home, monkeypatch):
+def test_a_home_that_cannot_be_written_to_is_only_read(no_home, monkeypatch):
     monkeypatch.setenv("HOME", "/")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert cache_dir().parent == no_home

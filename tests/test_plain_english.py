@@ -66,17 +66,17 @@ def texts(package):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_document(name):
+def test_a_document_has_no_riddling_phrase(name):
     assert not found((ROOT / name).read_text()), f"instead of these use {WORDS}"
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
-def test_docstrings_errors_and_help(package):
+def test_docstrings_errors_and_help_have_no_riddling_phrase(package):
     hits = [(place, found(text)) for place, text in texts(package)]
     assert not [hit for hit in hits if hit[1]], f"instead of these use {WORDS}"
 
 
-def test_what_counts():
+def test_phrases_are_found_outside_of_code():
     assert found("What is told is alike; `told`, and\n```\nalike\n```") == [
         "What is told",
         "alike",

@@ -103,7 +103,7 @@ def test_texts_name_only_files_that_are_here():
         ("WORKDIR/{tests}/x.py, config.json, ../{tests}/x.py, -m {tests}.data", []),
     ],
 )
-def test_what_counts_as_missing(text, missing):
+def test_missing_files_are_found_in_texts(text, missing):
     # Filled in here, so that the test above does not find them in this file.
     fill = {"no": "lost", "tests": "tests"}
     files = ["README.md", "{tests}/data/one.py".format(**fill)]

@@ -52,7 +52,7 @@ def test_no_paragraph_of_results_has_more_than_three_figures(page):
     assert not many
 
 
-def test_what_counts_as_a_figure():
+def test_figures_of_a_paragraph_by_hand():
     assert FIGURE.findall("28 % of 0.13M in 480 steps, 1.552 ± 0.011") == [
         "28",
         "0.13",
@@ -102,7 +102,7 @@ def test_faults_of_a_site_are_found(site, body, problem, capsys, monkeypatch):
     assert capsys.readouterr().err == f"{problem}\n"
 
 
-def test_outputs_of_pages_are_kept_until_what_they_read_changes(tmp_path):
+def test_outputs_of_pages_are_kept_until_their_results_change(tmp_path):
     docs = tmp_path / "docs"
     results = tmp_path / "experiments/results"
     results.mkdir(parents=True)

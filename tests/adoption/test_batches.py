@@ -46,7 +46,7 @@ def test_a_batch_without_the_regions_is_refused(program, state, batch, message):
         next(cc.run_steps(program, state, iter([batch]), 1))
 
 
-def test_no_steps_at_all_are_refused(program, state):
+def test_batches_without_steps_are_refused(program, state):
     with pytest.raises(ValueError, match=r"shape \(0, 4, .*, of no steps"):
         program.advance(state, np.asarray(TOKENS)[None][:0])
 
@@ -65,7 +65,7 @@ def test_steps_are_a_whole_number(program, state, num_steps):
 
 
 @pytest.mark.parametrize("last", [TOKENS[:, :1], {"x": TOKENS}])
-def test_batches_of_one_scan_are_alike(program, state, last):
+def test_batches_of_one_scan_must_have_one_shape(program, state, last):
     message = (
         "^batches of the steps 1 to 2 differ in shape, .* a last one that is smaller"
     )
@@ -168,7 +168,7 @@ jax.tree_util.register_pytree_with_keys(
          "'dropout' of dtype key"),
     ],
 )  # fmt: skip
-def test_what_is_of_another_kind_is_named(arguments, message):
+def test_arguments_of_the_wrong_kind_are_named(arguments, message):
     given = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "method": DILOCO}
     with pytest.raises(ValueError, match=message):
         cc.RegionProgram(**given | {"params": PARAMS, "regions": 2} | arguments)
@@ -221,7 +221,7 @@ def test_keys_are_of_jaxs_default_whatever_jax_comes_with(impl, name, options, d
         (jax.random.split(jax.random.PRNGKey(0)), r"key has the shape \(2, 2\), but"),
     ],
 )
-def test_what_is_no_key_is_refused(program, key, message):
+def test_invalid_keys_are_refused(program, key, message):
     with pytest.raises(ValueError, match=message):
         program.init(PARAMS, key)
 

@@ -177,7 +177,7 @@ def arrays(state):
 
 
 @pytest.mark.parametrize("trainer", mostly_slow(TRAINERS, quick=["linen"]))
-def test_all_of_a_fragment_is_divided_as_its_parameters_are(trainer):
+def test_states_of_a_fragment_are_sharded_as_its_parameters(trainer):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("diloco", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     state, loss = train(trainer, mesh)
@@ -234,7 +234,7 @@ def test_a_cut_of_boxes_or_arrays_fits_an_nnx_optimizer():
         {"blocks": nnx.Param(np.zeros((2, 4))), "embedding": nnx.Param(np.zeros(4))},
     ],
 )
-def test_a_tree_is_cut_alike_with_and_without_boxes(boxed):
+def test_a_tree_is_cut_the_same_with_and_without_boxes(boxed):
     """A single array in a layer is a subtree only where it has a box."""
 
     def parts_of(tree):

@@ -68,7 +68,7 @@ def saved(tmp_path_factory):
         ),
     ],
 )
-def test_what_is_in_flight_lands_where_it_left(saved, method, message):
+def test_a_state_in_flight_is_not_restored_into_another_method(saved, method, message):
     with (
         Checkpoints(saved) as checkpoints,
         pytest.raises(ValueError, match=f"checkpoint of step 3 in .*{message}"),

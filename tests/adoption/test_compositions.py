@@ -129,6 +129,6 @@ def test_metrics_of_an_nnx_optimizer_and_of_its_state(is_chained):
         )
 
 
-def test_metrics_of_what_holds_no_sync_are_refused():
+def test_metrics_of_a_state_without_a_sync_are_refused():
     with pytest.raises(ValueError, match="state holds 0 states of synchronized"):
         cc.sync_metrics({"step": 1})

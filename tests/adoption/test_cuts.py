@@ -102,7 +102,7 @@ def test_heads_of_an_attention_are_no_layers():
     assert all(p.rows is None for part in cc.cut(params, 2).slices for p in part)
 
 
-def test_a_stack_of_any_name_can_be_told():
+def test_blocks_names_a_stack_of_any_name():
     params = {"tower": {"w": zeros(4, 8, 8), "b": zeros(4, 8)}, "head": zeros(8)}
     parts = cc.cut(params, 2, blocks="tower").slices
     assert [{p.rows for p in part} for part in parts] == [{(0, 2), None}, {(1, 3)}]
@@ -147,7 +147,7 @@ def test_a_program_warns_of_fragments_of_unlike_size():
         make(linen(4))
 
 
-def test_a_tree_that_cannot_be_cut_says_what_to_pass():
+def test_a_tree_that_cannot_be_cut_is_refused_with_a_repair():
     with pytest.raises(ValueError, match=r"fragments=cut\(params, .*blocks=NAME\)"):
         make({"w": zeros(8, 8)})
 

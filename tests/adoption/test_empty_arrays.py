@@ -104,7 +104,7 @@ def test_an_empty_array_of_another_shape_is_named(tmp_path, monkeypatch):
         checkpoints.restore(make("diloco"))
 
 
-def test_another_method_adopts_empty_arrays(tmp_path):
+def test_a_state_with_empty_arrays_is_adopted_by_another_method(tmp_path):
     source = make("streaming_diloco")
     saved_in_flight(tmp_path, source)
 

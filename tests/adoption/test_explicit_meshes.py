@@ -123,7 +123,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("case", "layout", "spmd"), mostly_slow(WAYS, quick=QUICK))
-def test_regions_on_an_explicit_axis(case, layout, spmd):
+def test_regions_on_an_explicit_axis_change_no_number(case, layout, spmd):
     mesh = jax.make_mesh((4, 2), ("region", "data"))
     assert set(mesh.axis_types) == {AxisType.Explicit}
 
@@ -141,7 +141,7 @@ def test_regions_on_an_explicit_axis(case, layout, spmd):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_manual_regions_beside_an_explicit_axis(layout):
+def test_manual_regions_with_an_explicit_axis_change_no_number(layout):
     mesh = jax.make_mesh((4, 2), ("region", "data"))
     tx, method, axes = parts_of("sparseloco", layout)
     step = make_step(tx)

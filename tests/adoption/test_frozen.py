@@ -100,7 +100,7 @@ def cut_like(method, shapes, trainable):
         ("cocodc", "divided"),
     ],
 )
-def test_the_same_run_without_the_bytes(method, mesh):
+def test_frozen_parameters_give_the_same_run_and_send_no_bytes(method, mesh):
     """Another compiled program of the same sums: some units of the last place."""
     ends = []
     for trainable in (None, "optimizer"):
@@ -162,14 +162,14 @@ def test_steps_and_syncs_in_one_program_give_the_same_losses():
     ],
     ids=["tree", "predicate", "tree and labels", "MultiSteps", "masked"],
 )
-def test_however_it_is_said(optimizer, trainable):
+def test_every_way_to_freeze_parameters_gives_the_same_run(optimizer, trainable):
     state, losses, _ = run(make(optimizer=optimizer, trainable=trainable))
     _, expected, _ = run(make())
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     assert jax.tree.leaves(state.region.params["base"]) == []
 
 
-def test_the_second_moment_of_what_is_trained():
+def test_the_second_moment_is_that_of_trained_parameters():
     """Labels put masks into Adam's state, where parameters have None."""
     method = cc.methods.get("cocodc", curvature="adam_second_moment", **SHORT)
     user_inputs = cc.UserInputs(1e-2, cc.adam_second_moment(0.999))
@@ -198,7 +198,7 @@ def stored_bytes(folder):
 
 
 @pytest.mark.filterwarnings("ignore:the optimizer leaves 1 of 3")
-def test_a_checkpoint_has_it_once_and_a_run_goes_on(tmp_path):
+def test_a_checkpoint_has_frozen_parameters_once_and_a_run_resumes(tmp_path):
     sizes = []
     stored = []
     for trainable in (None, "optimizer"):
@@ -226,7 +226,7 @@ def test_a_checkpoint_has_it_once_and_a_run_goes_on(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:the optimizer leaves 1 of 3")
 @pytest.mark.parametrize("trainables", [(None, "optimizer"), ("optimizer", None)])
-def test_a_program_adopts_what_another_one_trained(trainables):
+def test_a_program_adopts_a_state_with_other_trained_parameters(trainables):
     old, new = (make("cocodc", x, mesh="one device") for x in trainables)
     state, _, _ = run(old, num_steps=6)
     state, _ = old.land(state)
@@ -271,12 +271,12 @@ def test_the_users_arrays_stay_the_users():
         ("optimizer", "trainable='optimizer' freezes none of the"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(trainable, message):
+def test_invalid_choices_of_trained_parameters_are_refused_by_name(trainable, message):
     with pytest.raises(ValueError, match=message):
         make(optimizer=optax.adamw(1e-2), trainable=trainable)
 
 
-def test_bytes_for_nothing_are_told():
+def test_a_warning_counts_the_bytes_sent_for_frozen_parameters():
     message = (
         "leaves 1 of 3 leaves as they are, such as 'base/w': 16,384 of 18,432 bytes"
     )

@@ -198,7 +198,7 @@ def test_blocks_of_a_name_may_have_layers_on_any_axis():
         ({"layer_axis": 2, "blocks": "layers"}, "'layers' holds 4 blocks along axis 2"),
     ],
 )
-def test_axes_that_cannot_be_are_refused(options, says):
+def test_invalid_axes_of_layers_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         cc.cut(make_params(1), 2, **options)
 

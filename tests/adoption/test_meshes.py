@@ -75,7 +75,7 @@ def expected(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["the program's", "another, explicit"])
-def test_a_callers_mesh_changes_nothing(expected, tmp_path, name):
+def test_a_callers_mesh_changes_no_number(expected, tmp_path, name):
     program = make()
     with jax.set_mesh(callers_mesh(name)):
         results = everything(program, tmp_path / "in context")
@@ -99,7 +99,7 @@ def in_a_process(**env):
     return subprocess.run(words, env=kept | env, capture_output=True, text=True)
 
 
-def test_devices_asked_for_too_late_name_what_to_do_and_that_does_it():
+def test_use_cpu_devices_after_jax_has_started_names_a_repair_that_works():
     done = in_a_process()
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]

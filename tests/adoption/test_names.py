@@ -88,7 +88,7 @@ def test_a_leaf_marked_as_a_count_is_reset(form):
         ),
     ],
 )
-def test_marks_that_fit_nothing_are_refused(params, method, marks, message):
+def test_token_counts_that_match_no_leaf_are_refused(params, method, marks, message):
     inputs = cc.UserInputs(token_counts=marks)
     params = jax.tree.map(np.float32, params)
     with pytest.raises(ValueError, match=message):
@@ -114,7 +114,7 @@ def test_layers_with_a_name_before_their_number_are_no_stack():
     assert message_bytes(message) == 4 * (4 + 4)
 
 
-def test_a_guess_by_name_is_said_once_and_overridden(caplog):
+def test_a_guess_by_name_is_logged_once_and_can_be_overridden(caplog):
     tree = {"layers": {"w": jnp.ones((3, 5))}}
     layers._say_of_stack.cache_clear()
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_a_guess_by_name_is_said_once_and_overridden(caplog):
     np.testing.assert_array_equal(product["layers"]["w"], expected["w"])
 
 
-def test_muon_says_that_it_finds_nothing(caplog):
+def test_muon_warns_if_it_finds_no_matrix(caplog):
     muon._say_all_is_adams.cache_clear()
     params = {"layers": {"0": {"w": jnp.ones((3, 4))}}}
 

@@ -76,7 +76,7 @@ def run(optimizer, method, loss=loss_fn, data=1, specs=None):
     [pytest.param(1, None, marks=pytest.mark.slow), (2, SPECS)],
     ids=["whole", "divided"],
 )
-def test_regions_do_what_optax_does(name, data, specs):
+def test_each_region_trains_as_optax_alone(name, data, specs):
     weights, _ = run(OPTIMIZERS[name], "apart", data=data, specs=specs)
     wanted = [alone(OPTIMIZERS[name], [i]) for i in range(2)]
     np.testing.assert_allclose(weights, wanted, rtol=2e-5, atol=1e-6)
@@ -120,7 +120,7 @@ def test_numbers_of_pythons_are_aux():
     assert aux["is_odd"].all()
 
 
-def test_a_loss_that_is_wrong_says_so_itself():
+def test_an_error_of_the_loss_is_raised_unchanged():
     def loss(params, batch, key):
         return jnp.mean(batch @ params["nothing"]), {}
 
@@ -143,7 +143,7 @@ def test_a_loss_that_is_wrong_says_so_itself():
         (dict(sync_interval=16, delay_steps=4), None),
     ],
 )
-def test_no_fragment_leaves_in_the_middle_of_an_accumulation(
+def test_a_schedule_that_starts_inside_of_an_accumulation_is_refused(
     options, message, is_object
 ):
     optimizer = optax.MultiSteps(optax.adam(0.1), 4)
@@ -156,7 +156,7 @@ def test_no_fragment_leaves_in_the_middle_of_an_accumulation(
         run(optimizer, method)
 
 
-def test_where_accumulation_is_a_schedule_nothing_is_known_before():
+def test_a_scheduled_accumulation_warns_that_the_interval_counts_calls():
     optimizer = optax.MultiSteps(
         optax.adam(0.1), lambda step: jnp.where(step > 9, 4, 2)
     )
@@ -202,7 +202,7 @@ def test_an_accumulation_is_seen_in_a_wrapper(name, form):
 
 
 @pytest.mark.parametrize("form", ["program", "synchronized"])
-def test_what_the_interval_counts_is_said_where_calls_are_left_out(form):
+def test_an_optimizer_that_skips_calls_warns_that_the_interval_counts_calls(form):
     optimizer = optax.apply_if_finite(FOUR, 3)
     message = "of which optax.MultiSteps makes an update after a number that is not kn"
     with pytest.warns(UserWarning, match=message):

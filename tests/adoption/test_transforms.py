@@ -48,7 +48,7 @@ def test_a_curvature_must_be_chosen():
 
 
 @pytest.mark.parametrize("given", [None, curvature.isotropic, 0.5])
-def test_what_is_no_curvature_is_named(given):
+def test_an_invalid_curvature_is_named(given):
     with pytest.raises(ValueError, match="^curvature=.* must be one of .*, or a Cur"):
         inspect.unwrap(delay_compensation)(given)
 
@@ -73,7 +73,7 @@ def test_stale_parameters_of_another_shape_are_not_broadcast():
         (outer.scale_by_staleness_gap(), "stale_params"),
     ],
 )
-def test_nor_is_any_other_tree(transform, name):
+def test_extra_trees_of_another_shape_or_structure_are_refused(transform, name):
     params = {"w": jnp.ones((2, 3))}
     names = ("stale_params", "second_moment", "later_params", "later_gradient")
     extra = dict.fromkeys((*names, "group_mean_params"), params)
@@ -91,7 +91,7 @@ def test_nor_is_any_other_tree(transform, name):
         update(params | {"v": jnp.ones(3)})
 
 
-def test_trees_that_a_wrapper_flattened_are_told_from_those_it_did_not():
+def test_stale_parameters_that_a_wrapper_did_not_flatten_are_refused():
     """As `optax.flatten` does, which leaves extra arguments as they are."""
     transform = optax.flatten(delay_compensation("outer_product"))
     params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -100,7 +100,7 @@ def test_trees_that_a_wrapper_flattened_are_told_from_those_it_did_not():
 
 
 @pytest.mark.parametrize("max_ratio", [None, 0.1])
-def test_a_gradient_that_is_no_number_says_so(max_ratio):
+def test_a_gradient_of_nan_gives_a_correction_ratio_of_nan(max_ratio):
     transform = delay_compensation("outer_product", 0.5, max_ratio)
     one = jnp.ones(2)
     _, state = transform.update(

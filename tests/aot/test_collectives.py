@@ -100,7 +100,7 @@ def test_steps_of_one_collective_count_once_and_loops_multiply():
     assert (gather.times, gather.num_bytes, gather.is_async) == (5, 8, True)
 
 
-def test_a_step_in_a_loop_does_not_multiply_what_follows_outside():
+def test_a_collective_after_a_loop_counts_once():
     step = "f32[4] all-gather(%{}), channel_id=7, replica_groups={{{{0,1}}}}"
     inside = LOOP.replace("%y = f32", f"%g1 = {step.format('x')}\n  %y = f32")
 
@@ -117,7 +117,7 @@ def test_a_step_in_a_loop_does_not_multiply_what_follows_outside():
     assert times == {"all-gather": 5, "all-reduce": 1}
 
 
-def test_a_number_that_all_have_tells_none_apart():
+def test_collectives_with_one_channel_id_are_counted_separately():
     one = "f32[8] all-reduce(%a), channel_id=1, replica_groups={{0,1}}"
     both = read("%a = f32[8] parameter(0)", f"%b = {one}", f"%c = {one}")
     assert [collective.num_bytes for collective in both] == [32, 32]
@@ -159,14 +159,14 @@ IDLE = LOOP.replace("dot(", "add(")  # Without a product it is no inner scan.
     ],
     ids=["beside", "before", "after", "idle"],
 )
-def test_what_a_collective_spans_is_between_its_start_and_its_end(order, loop, spans):
+def test_a_collective_spans_the_loop_between_its_start_and_its_end(order, loop, spans):
     first = ("%a = f32[8] parameter(0)", "%i = (s32[], f32[4,4]) parameter(1)")
     (collective,) = read(*first, *order, before=loop)
     assert (collective.spans, collective.axes) == (spans, ("region",))
 
 
 @pytest.mark.parametrize("num_early", [0, 1, 2])
-def test_a_collective_of_the_hosts_spans_what_comes_before_its_arrival(num_early):
+def test_a_collective_of_the_hosts_spans_the_loop_before_its_arrival(num_early):
     """The end of sending may come first: the host has taken what it sends."""
     attributes = HOSTS % "ALL_GATHER"
     ends = [

@@ -87,7 +87,7 @@ def test_a_kernel_counts_as_it_is_known_to_compute():
     assert written_flops(jaxpr) == 2 * 2 * batch * heads * length**2 * width
 
 
-def test_what_nothing_depends_on_is_not_counted():
+def test_unused_results_are_not_counted():
     def kept(x):
         y = jax.jit(lambda x: (product(x), product(x) @ x))(x)
         return y[1]

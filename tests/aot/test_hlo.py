@@ -197,7 +197,7 @@ def test_a_program_of_this_machine_is_read():
     assert module.trip_count(loop) == 5
 
 
-def test_what_is_called_runs_as_often_as_it_is_called():
+def test_a_called_computation_runs_once_a_call():
     module = hlo.parse("""
 %square (x: f32[4,4]) -> f32[4,4] {
   %x = f32[4,4] parameter(0)
@@ -233,12 +233,12 @@ false_computation=%square, metadata={op_name="jit(f)/SCOPEcond"}
     assert module.executions["square"] == (0 if scope else 2)
 
 
-def test_what_is_no_program_is_refused():
+def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.parse("not HLO")
 
 
-def test_what_the_host_computes_is_a_computation_and_a_kernels_notes_end_none():
+def test_computations_of_the_host_and_notes_of_kernels_are_parsed():
     module = hlo.parse("""
 %called (x: f32[4]) -> f32[4] {
   %x = f32[4]{0} parameter(0)

@@ -167,7 +167,7 @@ def test_messages_between_slices_of_a_tpu_cross_while_it_computes():
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
-def test_they_cross_while_a_large_embedding_is_looked_up():
+def test_messages_cross_while_a_large_embedding_is_read():
     (plain,) = compiled("v5p:2x2x1", 2, num_regions=2, model="table", cases=CASES[:1])
     for rows in windows(plain).values():
         assert [row[:2] for row in rows] == [["all-reduce", True]]

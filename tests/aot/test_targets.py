@@ -42,7 +42,7 @@ def test_a_target_is_read(text, slices, num_chips):
         ("h100:4", 2, "slices=2 is of TPUs; give GPUs' hosts as target=h100:8"),
     ],
 )
-def test_what_is_no_target_is_refused(text, slices, message):
+def test_invalid_targets_are_refused(text, slices, message):
     with pytest.raises(ValueError, match=message):
         Target.parse(text, slices)
 
@@ -134,7 +134,7 @@ def test_a_roofline_by_hand(hidden_s, seconds, limit):
     assert (roofline.seconds, roofline.limit) == (seconds, limit)
 
 
-def test_remedies_change_numbers_last_and_build_on_one_another():
+def test_remedies_build_on_each_other_and_change_numbers_last():
     config = place(PRESETS["paper_150m"], Target.parse("v5e:4x4", 4), False)
     combined = list(remedies(config))
     assert combined[0][0] == "--remat=full"

@@ -157,7 +157,7 @@ def check_case(case, params, dtype, atol):
 
 
 @pytest.mark.parametrize("case", ["cocodc", "eager"])
-def test_in_wide_numbers_but_for_their_last_bits(case):
+def test_in_float64_the_transform_is_the_region_program_to_rounding(case):
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, tiny.make_params())
         check_case(case, params, np.float64, 1e-12)
@@ -279,7 +279,7 @@ def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
     ],
     ids=["vmap", "spmd_axis_name", "shard_map", "one outer model", "one, gathered"],
 )
-def test_wherever_regions_are_it_is_the_same(expected, how, compress):
+def test_every_placement_of_regions_gives_the_same_run(expected, how, compress):
     tx, (params, state) = expected(compress)
     step = make_step(tiny.loss_fn, tx)
     first = tiny.make_params()
@@ -345,7 +345,7 @@ def test_loops_stay_loops_where_regions_are_mapped(tx, is_one):
         ("noloco", {}, 4, 0),
     ],
 )
-def test_what_the_state_costs(name, options, regional, shared):
+def test_the_state_has_the_documented_size(name, options, regional, shared):
     """In sets of parameters, as the documentation has it."""
     params = {"blocks": {str(i): jnp.zeros((64, 64)) for i in range(2)}}
     method = cc.methods.get(name, **options)
@@ -369,7 +369,7 @@ def loops_around(module, opcode, computation=None, depth=0):
                 yield from loops_around(module, opcode, name, depth + is_body)
 
 
-def test_the_compiler_leaves_what_is_not_due_in_its_loop():
+def test_compiled_code_of_events_stays_inside_their_loops():
     """Loop-invariant code that XLA hoists would run at every step, or every event."""
     options = SHORT | {"num_fragments": 1, "compress": "int8"}
     method = cc.methods.get("streaming_diloco", **options)
@@ -405,7 +405,7 @@ def two_trials(tx):
 
 
 @pytest.mark.parametrize("is_around", [True, False])
-def test_trials_choose_each_for_itself(tx, two_trials, is_around):
+def test_vmapped_trials_choose_their_events_independently(tx, two_trials, is_around):
     """Another axis around the regions', or inside of it, is another run."""
     scan = scan_of(make_step(tiny.loss_fn, tx))
     carries, alone = two_trials
@@ -511,12 +511,12 @@ def test_narrow_parameters_are_merged_but_for_a_rounding():
         ("dilco", "method='dilco' is unknown"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(method, says):
+def test_unsupported_methods_are_refused_by_name(method, says):
     with pytest.raises(ValueError, match=says):
         cc.synchronized(optax.sgd(0.1), method, axis_name="region", num_regions=4)
 
 
-def test_what_is_known_later_is_refused_then():
+def test_update_names_arguments_that_are_missing_or_wrong():
     params = tiny.make_params()
 
     def update(method, inner=ADAM, num_regions=None, given=params, **extra):
@@ -559,7 +559,7 @@ def test_what_is_known_later_is_refused_then():
         cc.sync_metrics(ADAM.init(params))
 
 
-def test_a_parameter_may_be_called_as_what_holds_it():
+def test_a_parameter_may_be_named_like_the_attribute_of_a_box():
     """Flax NNX gives `init` variables, a level deeper than what `update` has."""
     plain = {"attention": {"value": jnp.ones(2), "key": jnp.ones(2)}}
     boxed = jax.tree.map(nnx.Param, plain)

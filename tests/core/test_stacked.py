@@ -104,7 +104,7 @@ def all_losses(params, batch):
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_in_a_trainers_step_it_is_a_plain_loop(loss):
+def test_a_trainers_step_trains_what_a_plain_loop_does(loss):
     tx = cc.stacked(ADAM, METHOD, NUM_REGIONS, loss=loss)
     reduce = {"mean": jnp.mean, "sum": jnp.sum}[loss]
     params, state = in_a_trainers_step(tx, lambda *args: reduce(all_losses(*args)))
@@ -237,7 +237,7 @@ def test_flax_trainers_are_the_plain_loop_and_have_its_axes(train):
         ({"method": "dilco"}, "method='dilco' is unknown"),
     ],
 )
-def test_what_cannot_be_is_refused(options, says):
+def test_invalid_arguments_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         cc.stacked(**{"inner": ADAM, "method": METHOD, "num_regions": 4} | options)
 

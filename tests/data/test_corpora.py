@@ -103,7 +103,7 @@ def test_a_line_longer_than_a_document_is_cut(tmp_path):
     assert "".join(pieces) == "ab" * 100
 
 
-def test_what_is_no_text_is_passed_over(tmp_path):
+def test_hidden_and_empty_files_are_passed_over(tmp_path):
     contents = {"a.txt": "some text", "b.md": "other text", "blank.txt": " \n"}
     contents |= {"empty.txt": "", ".hidden": "hidden text", ".git/config": "hidden too"}
     folder = _write(tmp_path / "texts", contents | {"__pycache__/x.txt": "cached"})
@@ -192,7 +192,7 @@ def test_the_later_of_two_preparations_gives_way(text_folder, tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["text_files"]
 
 
-def test_a_preparation_cut_short_leaves_nothing(text_folder, tmp_path, monkeypatch):
+def test_a_failed_preparation_leaves_no_files(text_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.TextFiles, "_generate_examples", _fail)
     with pytest.raises(RuntimeError, match="cut short"):
         _open(text_folder, tmp_path)
@@ -212,7 +212,7 @@ def test_prepared_data_that_are_gone_in_part_are_named(text_folder, tmp_path, lo
         _open(text_folder, tmp_path)
 
 
-def test_two_processes_prepare_at_once(text_folder, tmp_path):
+def test_two_processes_may_prepare_at_the_same_time(text_folder, tmp_path):
     program = (
         "from cocodc_jax.data import DataConfig\n"
         "from cocodc_jax.data.corpora.corpus import open_corpus\n"

@@ -163,7 +163,7 @@ def test_splits_are_those_of_names(tmp_path):
         ("trainer.jsonl", ""),
     ],
 )
-def test_a_name_says_its_split(key, split):
+def test_the_split_is_read_from_the_name(key, split):
     assert _split(key) == split
 
 
@@ -285,7 +285,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, files, message):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_another_column_is_refused(tmp_path, suffix):
+def test_a_missing_or_wrong_column_is_refused(tmp_path, suffix):
     path = tmp_path / "set" / f"a.{suffix}"
     write(path, TEXTS[:9], field="body")
     with pytest.raises(RecordError, match=r"no field 'text'; its .* \['body', 'id'\]"):

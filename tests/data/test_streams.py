@@ -110,7 +110,7 @@ def test_a_region_reads_the_same_on_any_process(config):
     np.testing.assert_array_equal(swapped, every[:, [2, 0]])
 
 
-def test_the_seed_changes_which_documents_share_a_window(config):
+def test_the_seed_changes_the_documents_that_share_a_window(config):
     texts = [text.encode() for text in open_corpus(config).train]
     first = set()
     for seed in range(6):
@@ -265,7 +265,9 @@ def test_too_small_a_corpus_states_both_counts(tmp_path):
         ({"batch_per_region": 1}, 100, None, "region 4. of 100 has 0 training tokens"),
     ],
 )
-def test_more_than_there_is(config, changes, num_regions, regions, message):
+def test_more_batches_or_regions_than_the_corpus_has_are_refused(
+    config, changes, num_regions, regions, message
+):
     config = dataclasses.replace(config, **changes)
     with pytest.raises(ValueError, match=message):
         load(config, num_regions, regions).eval_tokens(10_000)

@@ -77,7 +77,7 @@ def test_bpe_is_trained_once(tmp_path):
     assert other.fingerprint != first.fingerprint
 
 
-def test_what_a_file_was_last_called_with_does_not_hold(tmp_path, bpe):
+def test_settings_of_earlier_calls_in_a_file_are_ignored(tmp_path, bpe):
     tokenizer = hf.Tokenizer.from_str(bpe._tokenizer.to_str())
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=12, pad_token="<|endoftext|>")
@@ -116,7 +116,7 @@ def test_a_byte_order_mark_before_a_tokenizer_is_passed_over(folder, tmp_path):
     assert _load(f"hf:{path}", tmp_path).num_tokens == 301
 
 
-def test_a_folder_says_what_ends_a_text(folder, bpe, tmp_path):
+def test_the_end_of_text_is_read_from_a_folder(folder, bpe, tmp_path):
     loaded = _load(f"hf:{folder}", tmp_path)
     assert (loaded.eos_id, loaded.num_tokens, loaded.vocab_size) == (300, 301, 304)
     assert loaded.encode(TEXTS[3]).tolist() == bpe.encode(TEXTS[3]).tolist()

@@ -72,7 +72,7 @@ def test_every_method_has_a_configuration_and_one_batch_for_all(regions):
         assert chosen.schedule.sync_interval in (4, 40)
 
 
-def test_what_is_compiled_only_says_what_it_holds():
+def test_a_compiled_program_reports_its_memory():
     """Of a CPU here; of an H100 with the flag, where the extra `cuda` is installed."""
     smoke = accelerator.SHAPES["tiny"].config(2).replace(num_layers=1)
     device = jax.devices()[0]
@@ -108,7 +108,7 @@ def test_rows_end_with_the_minutes_and_go_on_after_them(tmp_path):
     assert accelerator.measure(iter([long]), later, end_s, SILENT) == ["c"]
 
 
-def test_what_fails_says_why_and_runs_again(tmp_path):
+def test_a_row_that_fails_has_its_error_and_runs_again(tmp_path):
     results = Results(tmp_path, "cpu")
 
     def fail():
@@ -129,7 +129,7 @@ def test_rows_of_another_device_are_not_mixed(tmp_path):
         Results(tmp_path, "cpu")
 
 
-def test_what_is_trained_is_of_the_size_that_is_said():
+def test_the_trained_model_has_the_documented_size():
     config = accelerator.TRAINED
     model = config.model
     block = 4 * model.width**2 + 3 * model.width * model.mlp_width

@@ -55,7 +55,7 @@ def cells(tmp_path):
     return path
 
 
-def test_where_links_are_fast_the_least_loss_wins(cells):
+def test_on_fast_links_the_least_loss_wins(cells):
     links = uniform(4, Link(100, 0))
     first, second = advice.advise(advice.read(cells), links, 1000, [1.0], "ring")
     assert first.choice.label == "data_parallel float32"
@@ -65,7 +65,7 @@ def test_where_links_are_fast_the_least_loss_wins(cells):
     assert first.stall_share == pytest.approx(0, abs=1e-5)
 
 
-def test_where_they_are_slow_who_waits_does_fewer_steps(cells):
+def test_on_slow_links_a_method_that_waits_does_fewer_steps(cells):
     """A ring of four: 6 messages of a quarter, each with its delay."""
     links = uniform(4, Link(0.001, 0.05))
     num = 100_000  # A hundred times the parameters that were run.
@@ -107,7 +107,7 @@ def test_a_method_of_one_region_is_left_out(cells):
         advice.advise([alone], links, 1000, [1.0])
 
 
-def test_the_plan_says_it_and_how_to_get_it(cells, capsys, tmp_path):
+def test_the_plan_prints_the_choices_and_their_flags(cells, capsys, tmp_path):
     words = ["--plan", f"--frontier={cells}", f"--workdir={tmp_path}"]
     links = ["--params=1e5", "--bandwidth_gbps=0.001", "--step_time_s=2"]
     assert simulate.main(["simulate", *words, *links]) == 0

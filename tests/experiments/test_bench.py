@@ -98,7 +98,7 @@ def test_a_loop_of_pytorch_is_shown_where_it_is_installed(monkeypatch, case, is_
     assert "PyTorch" not in shown.get()
 
 
-def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
+def test_contenders_take_turns_and_are_compared(monkeypatch):
     order = []
     now = [0.0]
     monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
@@ -131,7 +131,7 @@ def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
     assert ours == ["ours", "2.00", "20.00", "10.00,", "40.00", "3.0"]
 
 
-def test_the_gpt_is_as_large_as_it_says():
+def test_the_gpt_has_its_documented_size():
     params = jax.eval_shape(Gpt().init, jax.random.key(0))
     assert sum(x.size for x in jax.tree.leaves(params)) == 837_888
 
@@ -164,7 +164,7 @@ def test_torch_by_itself_has_one_case(refused, monkeypatch):
         (["--contenders=diloco,jax"], "contenders='jax' is unknown; use some of dilo"),
     ],
 )
-def test_wrong_flags_are_told(refused, monkeypatch, words, says):
+def test_wrong_flags_are_refused_in_a_line(refused, monkeypatch, words, says):
     monkeypatch.setattr(bench.cc, "use_cpu_devices", lambda _: None)
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: None)
     assert says in refused(bench, *words)
@@ -190,7 +190,7 @@ def test_layouts_are_those_that_there_are_devices_for(
     assert shown == layouts
 
 
-def test_growth_says_what_grows(monkeypatch):
+def test_growth_names_the_quantity_that_grows(monkeypatch):
     monkeypatch.setattr(bench, "_maker", lambda *_: lambda: lambda: None)
 
     console = Console(width=150)

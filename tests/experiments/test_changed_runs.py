@@ -53,7 +53,9 @@ def losses(workdir):
     return [r["loss_regions"] for r in records if r["kind"] == "train"]
 
 
-def test_a_run_goes_on_elsewhere_and_notes_it(killed, finished, call, corpus, tmp_path):
+def test_a_run_resumes_with_other_devices_and_data_folders_and_notes_it(
+    killed, finished, call, corpus, tmp_path
+):
     """On one device, with the corpus in another place; and is asked for once more."""
     data = tmp_path / "data"
     shutil.copytree(corpus[0].partition(":")[2], data)
@@ -149,7 +151,7 @@ def test_a_schedule_that_follows_the_length_changes_where_that_is_asked_for(
         (["--seed=1", "--num_layers=1"], "for seed give .*; for num_layers give "),
     ],
 )
-def test_a_refusal_says_what_to_do_for_each_field(
+def test_a_refusal_names_the_repair_for_each_field(
     finished, refused, corpus, words, message
 ):
     said = refused(train, *FLAGS, *corpus, f"--workdir={finished}", *words)

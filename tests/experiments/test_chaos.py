@@ -41,7 +41,7 @@ def made_up(tmp_path, steps=(1, 2, 3, 7, 8), digest="a", back_at=6, dead_after_s
     return judgement | {"kills_asked": 1}
 
 
-def test_a_run_that_kept_what_is_promised(tmp_path):
+def test_a_run_that_keeps_the_promises_is_good(tmp_path):
     result = made_up(tmp_path)
     assert result["goodput"] == 13 / 16
     assert result["gaps_in_steps"] == result["merges_compared"] == 1
@@ -55,7 +55,7 @@ def test_a_run_that_kept_what_is_promised(tmp_path):
     assert not kills.is_good(result | {"kills_asked": 2}, 2, 0.1)
 
 
-def test_steps_that_nobody_does_are_not_missed(tmp_path):
+def test_simulated_goodput_leaves_out_steps_while_all_regions_wait(tmp_path):
     """For 6 of the outage's 8 s the other region waits: 2 of 40 - 2 * 6 + 6 s are lost.
 
     Seen with the formula that had others go on at once: 0.84 where 0.96 was measured.
@@ -85,7 +85,7 @@ def test_a_cut_line_is_passed_over(tmp_path):
     assert kills.lines(path) == [{"a": 1}, {"a": 2}]
 
 
-def test_what_is_said_of_jobs_is_not_said_of_the_unbroken_run():
+def test_the_unbroken_run_has_no_flags_of_elastic_regions():
     started_with = [
         "--regions=4",
         "--exchange=elastic",
@@ -125,7 +125,7 @@ def test_an_unbroken_run_that_fails_is_reported_with_its_last_line(
         kills.unbroken_loss([], tmp_path)
 
 
-def test_what_a_region_refuses_ends_the_run(tmp_path):
+def test_a_region_that_refuses_its_flags_ends_the_run(tmp_path):
     programs = "import time; time.sleep(60)", "print('error: no'); raise SystemExit(2)"
     regions = [
         children.Region(child(program), tmp_path / f"{number}.log")
@@ -160,7 +160,7 @@ def test_a_region_that_ends_again_and_again_is_given_up(tmp_path, capsys):
     assert kills.lines(tmp_path / kills.ENDS_FILE) == hit.ends
 
 
-def test_who_is_started_as_the_run_is_stopped_is_told_to(tmp_path):
+def test_a_region_that_starts_during_a_stop_is_stopped_too(tmp_path):
     class Late(children.Region):
         def start(self):
             hit.stop(0)
@@ -175,7 +175,7 @@ def test_who_is_started_as_the_run_is_stopped_is_told_to(tmp_path):
 
 
 @pytest.mark.slow
-def test_nobody_is_killed_before_all_take_part(tmp_path):
+def test_no_region_is_killed_before_every_region_takes_part(tmp_path):
     def region(number):
         folder = tmp_path / f"region_{number}"
         folder.mkdir()
@@ -212,7 +212,7 @@ def test_nobody_is_killed_before_all_take_part(tmp_path):
         (["--", "--method=mla"], "--exchange='elastic' is not possible for method='ml"),
     ],
 )
-def test_what_cannot_be_hit_is_refused(words, message, refused, tmp_path):
+def test_wrong_flags_are_refused_in_a_line(words, message, refused, tmp_path):
     chaos_flags = [
         f"--workdir={tmp_path / 'run'}",
         *words,
@@ -231,7 +231,7 @@ def test_the_folder_of_a_scenario_that_is_over_is_refused(refused, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_ports", [True, False])
-def test_regions_are_killed_and_nothing_is_lost(tmp_path, has_ports):
+def test_regions_are_killed_and_no_work_is_lost(tmp_path, has_ports):
     command = [
         sys.executable,
         "-m",

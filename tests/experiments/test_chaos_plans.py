@@ -77,7 +77,7 @@ def test_one_seed_is_one_story():
     assert all(fault.seconds > 0 for fault in cuts)
 
 
-def test_whom_a_cut_separates():
+def test_a_cut_separates_the_regions_it_names():
     assert pairs_of("one way", (2, 0), 4) == {(2, 0)}
     apart = {(0, 1), (0, 2), (1, 0), (2, 0)}
     assert pairs_of("apart", (0,), 3) == apart
@@ -100,7 +100,7 @@ def test_whom_a_cut_separates():
         ("program = 1\nfaults = {kill = 1}", "program=1 is of another kind"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_in_a_line(tmp_path, text, message):
+def test_an_invalid_plan_is_refused_in_one_line(tmp_path, text, message):
     path = tmp_path / "plan.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match="plan=.*plan.toml") as raised:
@@ -154,7 +154,7 @@ def test_the_plans_that_come_with_the_package_can_be_read(name):
         (["--", "--method=mla"], "--exchange='elastic' is not possible for method='ml"),
     ],
 )
-def test_what_a_plan_decides_is_not_a_flag(words, message, refused, tmp_path):
+def test_flags_that_a_plan_decides_are_refused(words, message, refused, tmp_path):
     (tmp_path / "plan.toml").write_text("faults = {kill = 1}")
 
     chaos_flags = [
@@ -194,7 +194,7 @@ def test_regions_live_through_a_story(teller, tmp_path):
     assert tells._lives[1].process.lives == 2
 
 
-def test_a_region_that_ends_by_itself_is_started_again_and_one_that_hangs_is_said(
+def test_a_region_that_ends_is_restarted_and_one_that_hangs_is_reported(
     teller, monkeypatch
 ):
     monkeypatch.setattr(story, "_STOP_S", 1.0)
@@ -290,7 +290,7 @@ RESULT = {
 }
 
 
-def test_a_report_of_what_held():
+def test_a_report_of_a_run_that_held():
     page = judged.report(RESULT | {"held": judged.is_good(RESULT)})
 
     assert page.startswith("# Chaos: what is promised held\n")
@@ -298,7 +298,7 @@ def test_a_report_of_what_held():
     assert "7 of 8 steps were done (0.875)" in page
 
 
-def test_a_report_of_a_plan_that_ended_early_says_so():
+def test_a_report_says_that_a_plan_ended_early():
     early = RESULT | {"planned": 2, "held": False}
     assert judged.report(early).startswith("# Chaos: what is promised held until")
 
@@ -313,7 +313,7 @@ def test_a_report_of_a_plan_that_ended_early_says_so():
         {"stops": [{**STOP, "code": 137}]},
     ],
 )
-def test_what_did_not_hold_is_not_good(change):
+def test_a_result_with_a_broken_promise_is_not_good(change):
     assert not judged.is_good(RESULT | change)
 
 

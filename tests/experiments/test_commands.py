@@ -80,7 +80,7 @@ def test_a_missing_extra_is_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["simulation.json", "timeline.json", "timeline.png"])
-def test_a_result_that_cannot_be_written_is_one_line(
+def test_a_result_that_cannot_be_written_is_named_in_one_line(
     name, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / name).mkdir()
@@ -104,7 +104,7 @@ def test_programs_are_called_as_they_are_installed(monkeypatch):
 
 
 @pytest.mark.parametrize(("chosen", "holds"), [(None, "1"), ("3", "3")])
-def test_openblas_takes_one_thread_unless_told_otherwise(chosen, holds):
+def test_openblas_uses_one_thread_by_default(chosen, holds):
     name = "OPENBLAS_NUM_THREADS"
     environment = {k: v for k, v in os.environ.items() if k != name}
     environment |= {name: chosen} if chosen else {}
@@ -132,7 +132,7 @@ SMOKE = ("--", "--preset=smoke", "--regions=2")
         (probe_network, ()),
     ],
 )
-def test_a_folder_that_cannot_be_made_is_told_before_the_work(
+def test_a_folder_that_cannot_be_created_is_named_before_the_work(
     program, words, refused, tmp_path, monkeypatch
 ):
     if program is probe_network:
@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(
 @pytest.mark.parametrize(
     ("name", "lacks"), [("wan", "jax"), ("status", "tensorboardX")]
 )
-def test_programs_start_without_what_they_do_not_need(name, lacks):
+def test_programs_start_without_importing_what_they_do_not_need(name, lacks):
     code = f"import sys, experiments.{name}; print({lacks!r} in sys.modules)"
     out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)
     assert out == b"False\n"

@@ -74,7 +74,7 @@ def test_report_is_written_and_shown(compared):
     assert str(workdir / "report.html") in out.replace("\n", "")
 
 
-def test_a_method_that_diverges_has_a_row_that_says_so(compared, call):
+def test_a_method_that_diverges_has_a_row_of_its_own(compared, call):
     """The others are reported, and the exit code tells."""
     workdir, flags, _ = compared
     target = "--target_method=diloco"
@@ -96,7 +96,7 @@ def test_a_method_that_diverges_has_a_row_that_says_so(compared, call):
         call(compare, *flags)  # What the other tests read.
 
 
-def test_the_same_command_again_trains_nothing(compared, call):
+def test_a_repeated_command_trains_nothing(compared, call):
     workdir, flags, _ = compared
     before = (workdir / "comparison.json").read_text()
     began = time.monotonic()

@@ -82,7 +82,7 @@ def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
 
 
 @needs_libtpu
-def test_it_tells_what_it_compiles_and_its_compiler_ends_with_it(command, tmp_path):
+def test_progress_is_printed_and_the_compiler_ends_with_the_command(command, tmp_path):
     process = command(
         MODULE,
         "--preset=smoke",
@@ -102,7 +102,7 @@ def test_it_tells_what_it_compiles_and_its_compiler_ends_with_it(command, tmp_pa
 
 @pytest.mark.slow
 @needs_libtpu
-def test_moments_that_lie_with_the_host_take_no_memory_of_a_tpu():
+def test_moments_in_host_memory_take_no_memory_of_a_tpu():
     target = Target.parse("v5e:1x2", 2)
     small = SMALL | dict(remat="none", optimizer_memory="host")
     config = place(PRESETS["smoke"].replace(**small), target, False)
@@ -119,7 +119,7 @@ def test_moments_that_lie_with_the_host_take_no_memory_of_a_tpu():
 
 @pytest.mark.slow
 @needs_libtpu
-def test_what_is_offloaded_takes_no_memory_of_a_tpu():
+def test_offloaded_activations_take_no_memory_of_a_tpu():
     target = Target.parse("v5e:1x2", 2)
     by_region = {}
     model = dict(num_layers=4, width=128, scan_layers=True, sequence_length=256)
@@ -158,7 +158,7 @@ def test_one_program_alone_is_compiled_by_name():
 
 @pytest.mark.slow
 @needs_libtpu
-def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_path):
+def test_fsdp_inside_a_region_gathers_weights_and_no_activations(run, tmp_path):
     batch = 48
     model = dict(
         num_layers=2,
@@ -240,7 +240,7 @@ def test_a_window_of_experts_that_devices_share_is_compiled_for_a_tpu():
     assert sum(row["executions"] for row in steps) >= 2 * 4
 
 
-def test_what_is_refused(refused):
+def test_wrong_flags_are_refused_in_a_line(refused):
     error = refused(program, "--preset=smoke")
     assert error.startswith("--target=None is no machine; use one of v4, v5e")
 

@@ -123,14 +123,14 @@ def test_the_outer_parameters_are_written_and_begin_another_run(
         ),
     ],
 )
-def test_what_cannot_be_exported_is_named(trained, tmp_path, refused, words, message):
+def test_wrong_flags_are_refused_in_a_line(trained, tmp_path, refused, words, message):
     words = words.format(tmp=tmp_path, run=trained[0]).split()
     error = refused(export, f"--workdir={trained[0]}", *words)
     assert re.match(message, error), error
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_named_before_the_work(
+def test_a_folder_that_cannot_be_created_is_named_before_the_work(
     trained, tmp_path, refused
 ):
     (tmp_path / "file").touch()

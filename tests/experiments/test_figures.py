@@ -97,7 +97,7 @@ def test_laws_go_through_the_losses_that_they_were_fitted_to():
     assert colors == {palette.COLORS["diloco"], palette.COLORS["data_parallel"]}
 
 
-def test_fragments_cross_beside_the_steps_and_a_whole_model_does_not():
+def test_the_figure_shows_that_fragments_cross_during_steps():
     above, below = figures.crossing().axes
     assert above.get_title(loc="left") == "diloco: 100 steps in 30.8 s"
     assert below.get_title(loc="left") == "streaming_diloco: 100 steps in 25.0 s"
@@ -105,7 +105,7 @@ def test_fragments_cross_beside_the_steps_and_a_whole_model_does_not():
     assert above.get_xlim()[1] == pytest.approx(30.8, abs=0.1)
 
 
-def test_no_name_lies_on_another_or_on_a_point():
+def test_no_name_overlaps_another_or_a_point():
     methods = {
         f"method_number_{i}": {
             "bytes_sent_per_region": {"mean": 1e6 * (1 + i % 3)},

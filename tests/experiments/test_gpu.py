@@ -6,7 +6,7 @@ from cocodc_jax.run import timeline
 
 
 @pytest.mark.gpu
-def test_one_gpu_is_as_fast_beside_a_sync(command, tmp_path):
+def test_one_gpu_is_as_fast_during_a_sync(command, tmp_path):
     """Two regions share it; messages cross between their hosts: 3 % at most."""
     flags = (
         "--regions=2",

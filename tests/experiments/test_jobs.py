@@ -150,7 +150,7 @@ def test_sigterm_ends_the_wait_for_a_region_that_is_frozen(
             region.wait()
 
 
-def test_all_die_and_come_back_from_checkpoints(three):
+def test_regions_that_all_die_come_back_from_checkpoints(three):
     saved = [three.workdir / f"region_{r}" / "checkpoints" / "40" for r in range(3)]
     three.until(lambda: all(path.exists() for path in saved))
     for region in three.regions:
@@ -261,7 +261,7 @@ def test_regions_of_two_processes_have_the_numbers_of_one_with_two_devices(start
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_process_that_dies_takes_its_region_along_which_comes_back(started, process):
+def test_a_region_ends_with_any_of_its_processes_and_comes_back(started, process):
     run = started("run", 2, 900)
     run.until(lambda: min(map(run.step, range(2))) > 20)
     run.regions[1].processes[process].kill()

@@ -62,7 +62,7 @@ def test_the_result_of_others_is_taken(words, call, capsys):
     assert "finished, result of region 0" in shown
 
 
-def test_another_run_is_no_result(words, call):
+def test_the_result_of_another_run_is_not_taken(words, call):
     """Its learning rate is another, and it trains alone."""
     folder, flags = words
     for name in ("run", "store"):

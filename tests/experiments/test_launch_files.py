@@ -46,7 +46,7 @@ def test_flags_are_those_of_train(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_shall_be_installed_has_the_programs(name):
+def test_launch_files_install_the_extras_of_the_programs(name):
     """The core is JAX and Optax alone: without [all] no program starts."""
     extras = re.search(r"pip install -e \S+?\[(\S+)\]`", (FOLDER / name).read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -26,7 +26,7 @@ def test_a_wrong_flag_is_refused_in_a_line(word, message, refused):
     assert refused(message_time, word) == message
 
 
-def test_a_folder_that_cannot_be_made(refused, tmp_path):
+def test_a_folder_that_cannot_be_created_is_named(refused, tmp_path):
     (tmp_path / "file").touch()
     message = refused(message_time, f"--via={tmp_path / 'file'}")
     assert message.startswith(f"--via='{tmp_path / 'file'}' cannot be reached: ")

@@ -61,7 +61,7 @@ def test_a_network_from_a_file(tmp_path):
         ("unequal", 3, "'unequal' has 4 regions, but the run has regions=3"),
     ],
 )
-def test_what_is_no_network(text, regions, message):
+def test_invalid_networks_are_refused(text, regions, message):
     with pytest.raises(ValueError, match=message):
         lab_run.network(text, regions)
 
@@ -198,7 +198,7 @@ def test_simulated_delay_hides_a_sync_that_is_shorter():
     assert pace.sync_s == pytest.approx(exchange_s(1e6))
 
 
-def test_hosts_take_what_steps_took_longer_than_expected():
+def test_host_bandwidth_explains_steps_that_took_longer_than_expected():
     run = Measured(Pace(0.3, None, None), (0.3,) * 2, (1e6,), 0, 0)
     assert lab_run.host_bytes_per_s(run, Pace(0.25, 0.1, 0.2)) == pytest.approx(20e6)
     assert lab_run.host_bytes_per_s(run, Pace(0.31, 0.1, 0.2)) == math.inf
@@ -270,7 +270,7 @@ def test_rows_compare_measured_and_simulated():
     assert json.loads(json.dumps(rows())) == rows()
 
 
-def test_the_tables_say_the_same():
+def test_markdown_and_terminal_tables_have_the_same_rows():
     text = report.markdown(rows(), ALONE, "python -m this")
     assert text.startswith("Without a network: 0.250 s per step, and 500 kB relayed")
 
@@ -293,7 +293,7 @@ def test_bars_are_as_high_as_the_slowdowns_and_failures_have_none():
 
 # JAX, where another test has begun to use it in this process.
 @pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called")
-def test_a_result_is_read_again_and_a_failure_says_its_last_line(tmp_path):
+def test_a_result_is_read_again_and_a_failure_shows_its_last_line(tmp_path):
     folder = tmp_path / "case"
     stretch = Stretch(2, 4)
     (tmp_path / "made_up.py").write_text(f"""
@@ -352,7 +352,7 @@ def test_bad_flags_are_refused_before_anything_runs(tmp_path, refused, words, me
     assert not (tmp_path / "new").exists()
 
 
-def test_what_others_are_held_against_is_not_compressed(monkeypatch, tmp_path):
+def test_the_run_without_a_network_is_not_compressed(monkeypatch, tmp_path):
     """Regions left alone send nothing, and hosts are timed by what they send whole."""
     monkeypatch.setattr(compare_networks.flags, "FLAGS", FlagValues())
     asked = []
@@ -412,7 +412,7 @@ def test_a_stop_has_the_code_of_every_program(call, monkeypatch, tmp_path):
 
 @needs_lab
 @pytest.mark.slow
-def test_two_methods_over_one_network(command, corpus, tmp_path):
+def test_two_methods_are_measured_over_one_network(command, corpus, tmp_path):
     flags = (
         f"--workdir={tmp_path}",
         "--networks=100",

@@ -65,7 +65,7 @@ def test_a_region_has_its_own_data_at_every_step():
     assert not np.array_equal(plain_loop.batch_of(0, 4), batch)
 
 
-def test_flags_that_contradict_one_another(tmp_path):
+def test_contradicting_flags_are_refused(tmp_path):
     with pytest.raises(ValueError, match="regions=3 must be the 2 of region_addresses"):
         place(tmp_path, "--region_addresses=a:1,b:2", "--regions=3")
     (tmp_path / "file").touch()

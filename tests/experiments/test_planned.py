@@ -85,7 +85,7 @@ def test_sizes_that_were_not_measured_are_named(read, plan, capsys):
     assert warning.startswith(expected)
 
 
-def test_a_longer_run_than_was_measured_is_told(read, plan, capsys):
+def test_a_run_longer_than_the_measured_ones_gets_a_warning(read, plan, capsys):
     read(*plan, "--steps=40")
     assert "syncing often" not in capsys.readouterr().err
     read(*plan, "--steps=480")
@@ -96,7 +96,7 @@ def test_a_longer_run_than_was_measured_is_told(read, plan, capsys):
     )
 
 
-def test_all_that_made_a_cell_is_chosen_with_it(read, tmp_path):
+def test_every_setting_of_a_chosen_cell_is_taken(read, tmp_path):
     """Also what is seldom tuned: the run is the cell's, but for its links."""
     table = tomllib.loads(UNUSUAL)
     (setting,) = grid.from_table(table).settings
@@ -131,14 +131,12 @@ def test_the_plan_is_that_of_the_simulator(read, cells):
     ("--plan=auto --plan_frontier=/no/x --plan_step_s=1",
      "--plan_frontier=/no/x: No such file"),
 ])  # fmt: skip
-def test_what_cannot_be_planned_is_refused_by_name(read, words, message):
+def test_unsupported_plans_are_refused_by_name(read, words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read(*words.split())
 
 
-def test_what_has_more_fragments_than_the_model_blocks_is_not_chosen(
-    read, cells, tmp_path
-):
+def test_a_cell_with_more_fragments_than_blocks_is_not_chosen(read, cells, tmp_path):
     slow = ("--plan=auto", "--plan_step_s=1", "--plan_gbps=0.0001")
     assert read(*slow, f"--plan_frontier={cells}").method.build().num_fragments == 4
     small = read(*slow, f"--plan_frontier={cells}", "--num_layers=2")

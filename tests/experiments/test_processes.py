@@ -128,7 +128,9 @@ def killed(command, run, corpus, tmp_path_factory):
     return workdir, out
 
 
-def test_two_processes_one_killed_and_resumed_are_one(killed, streaming_in_one):
+def test_two_processes_of_which_one_is_killed_and_resumed_train_as_one(
+    killed, streaming_in_one
+):
     workdir, out = killed
     assert_same_run(workdir, streaming_in_one)
     assert f"loss: {summary(workdir)['eval_loss']:.4f} on validation text" in out
@@ -158,7 +160,9 @@ def halve(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip, halve, None])
-def test_what_one_process_wrote_is_damaged(run, corpus, killed, tmp_path, damage):
+def test_a_run_with_damaged_shards_resumes_from_an_earlier_checkpoint(
+    run, corpus, killed, tmp_path, damage
+):
     """The last good checkpoint is gone on from, with the same numbers."""
     workdir = pathlib.Path(shutil.copytree(killed[0], tmp_path / "run"))
     # The second process's shards of the arrays.
@@ -181,7 +185,7 @@ def test_what_one_process_wrote_is_damaged(run, corpus, killed, tmp_path, damage
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
+def test_a_run_resumes_with_another_number_of_processes(command, run, corpus, tmp_path):
     one = tmp_path / "one"
     many = tmp_path / "many"
     flags = [*STREAMING, *PAIRS, *corpus]
@@ -226,7 +230,7 @@ def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
         "-".join(re.findall(r"--(?!preset|steps|\w+_)(\w+=\w+)", str(x))) or str(x)
     ),
 )
-def test_processes_are_one(run, corpus, tmp_path, count, flags):
+def test_several_processes_train_as_one(run, corpus, tmp_path, count, flags):
     one = tmp_path / "one"
     many = tmp_path / "many"
     flags = [*flags, *corpus]
@@ -238,7 +242,9 @@ def test_processes_are_one(run, corpus, tmp_path, count, flags):
 
 
 @pytest.mark.slow
-def test_two_regions_of_two_processes_are_two_in_one(run, corpus, tmp_path):
+def test_two_regions_of_two_processes_train_as_two_of_one_process(
+    run, corpus, tmp_path
+):
     one = tmp_path / "one"
     many = tmp_path / "many"
     short = ["--steps=8", "--sync_interval=4", "--checkpoint_every=0"]
@@ -290,7 +296,7 @@ def test_sigterm_to_one_stops_all_at_one_step(command, run, corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cluster_is_asked_when_nothing_is_told(
+def test_with_num_processes_0_slurm_gives_the_processes(
     command, corpus, tmp_path, streaming_in_one
 ):
     # What `srun` sets; JAX makes the coordinator's port from the job's number.
@@ -331,7 +337,7 @@ def test_each_difference_between_two_processes_is_named(
 
 # Who is not process 0 meets the others where that one is.
 @pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_others_that_do_not_come_are_given_up(run, port, process):
+def test_a_process_gives_up_if_the_others_do_not_connect(run, port, process):
     begin_s = time.monotonic()
     _, err = run(
         TRAIN,
@@ -369,14 +375,18 @@ def test_others_that_do_not_come_are_given_up(run, port, process):
         ),
     ],
 )
-def test_the_launcher_says_what_is_wrong_once(refused, tmp_path, words, message):
+def test_the_launcher_refuses_wrong_flags_in_one_line(
+    refused, tmp_path, words, message
+):
     workdir = f"--workdir={tmp_path / 'run'}"
     error = refused(launch_local, *words.split(), "--preset=smoke", workdir)
     assert error.startswith(message)
     assert not (tmp_path / "run").exists()
 
 
-def test_elastic_regions_are_told_the_bucket_and_log_here(call, monkeypatch, tmp_path):
+def test_elastic_regions_get_the_bucket_and_write_logs_to_the_cache(
+    call, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(
         children, "wait", lambda regions, *_: started.extend(regions) or 0
@@ -421,9 +431,7 @@ def elastic(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_a_job_that_is_started_as_all_are_told_to_stop_is_told_too(
-    elastic, tmp_path, monkeypatch
-):
+def test_a_job_that_starts_during_a_stop_is_stopped_too(elastic, tmp_path, monkeypatch):
     start = children.Region.start
 
     def started(region):

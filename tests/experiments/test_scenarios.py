@@ -64,7 +64,7 @@ def judged(folder, at_s=100.0):
     return {"exit_code": 0} | scenarios.judge("cut", folder, 4, at_s, 4.0)
 
 
-def test_what_was_named_is_held_against_the_fault(cut_off):
+def test_named_faults_are_compared_with_the_injected_one(cut_off):
     result = judged(cut_off)
 
     assert result["seconds_to_name"] == {0: 10.0, 1: 11.0, 2: 12.0}
@@ -76,7 +76,7 @@ def test_a_fault_that_is_named_late_is_not_good(cut_off):
     assert not scenarios.is_good(judged(cut_off, at_s=85.0))
 
 
-def test_what_was_named_before_the_fault_is_not_good(cut_off):
+def test_a_fault_named_before_the_injected_one_is_not_good(cut_off):
     write(cut_off, 2, ("link", [0, 1], 50.0), ("gone", [3], 112.0))
     result = judged(cut_off)
 
@@ -84,12 +84,12 @@ def test_what_was_named_before_the_fault_is_not_good(cut_off):
     assert not scenarios.is_good(result)
 
 
-def test_who_has_not_seen_the_fault_is_listed(cut_off):
+def test_regions_that_did_not_see_the_fault_are_listed(cut_off):
     (cut_off / "region_1" / "faults.jsonl").unlink()
     assert judged(cut_off)["unseen_by"] == [1]
 
 
-def test_what_an_earlier_run_in_the_folder_named_is_not_held_against_this_one(tmp_path):
+def test_faults_named_by_an_earlier_run_in_the_folder_are_ignored(tmp_path):
     for region in range(3):
         write(tmp_path, region, ("silent", [0], 7.0), ("gone", [3], 110.0))
     judged = ("cut", tmp_path, 4, 100.0, 4.0)

@@ -128,7 +128,7 @@ def test_a_plan_takes_the_collective_that_is_given(name, planned):
     assert f"All-reduce as {name}, " in explanation
 
 
-def test_a_plan_of_stages_says_which_site_runs_which(planned, tmp_path):
+def test_a_plan_of_stages_assigns_stages_to_sites(planned, tmp_path):
     links = tmp_path / "links.yaml"
     # Two near, two far away: heavy activations keep each pipeline in one place.
     links.write_text(
@@ -179,7 +179,7 @@ SITES = " must be a site of region0, region1, region2, region3, and from"
         ("region0@5-3", ": start_s=5.0 must be at least 0 and before end_s=3.0"),
     ],
 )
-def test_failures_that_cannot_be(failures, why, refused):
+def test_invalid_failures_are_refused(failures, why, refused):
     error = refused(simulate, "--plan", *BASE, *SWARM, f"--failures={failures}")
     assert error.startswith(f"--failures={failures}: '{failures}'{why}")
 

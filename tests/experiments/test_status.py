@@ -100,7 +100,7 @@ def shown(capsys, *words, code=0, says=()):
     return [dict(zip(names, row, strict=True)) for row in rows], below
 
 
-def test_a_finished_run(tmp_path, capsys):
+def test_a_finished_run_is_shown_with_its_figures(tmp_path, capsys):
     records = [train(10), sync(12), train(20), sync(20), EVAL]
     run = make_run(tmp_path / "run", records, saved=20)
     (run / "summary.json").write_text(json.dumps({"steps": 20}))
@@ -126,7 +126,7 @@ def test_a_finished_run(tmp_path, capsys):
     assert not below
 
 
-def test_a_killed_run_and_one_that_goes_on(tmp_path, capsys):
+def test_a_killed_run_is_shown_as_stopped_and_a_live_one_as_running(tmp_path, capsys):
     run = make_run(tmp_path / "run", [train(5), train(10)], steps=30)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tr')  # As a kill cuts it.
@@ -173,7 +173,7 @@ def test_elastic_regions_have_a_row_each(tmp_path, capsys):
     assert below == ["fault: region_0: gone 10, since step 8"]
 
 
-def test_a_region_that_restarts_is_said_so(tmp_path, capsys):
+def test_a_region_that_restarts_is_shown_as_restarting(tmp_path, capsys):
     """Its own records are those of its life before; the others know who takes part."""
     runs = []
     for region, regions in ((0, [0]), (1, [0, 1])):
@@ -249,7 +249,7 @@ def test_a_run_is_shown_by_the_address_of_its_metrics(capsys):
 
 
 @pytest.mark.parametrize("content", ["{}", ""])
-def test_one_that_cannot_be_read_hides_no_other(content, tmp_path, capsys):
+def test_a_run_that_cannot_be_read_hides_no_other(content, tmp_path, capsys):
     make_run(tmp_path / "good")
     path = make_run(tmp_path / "bad") / "config.json"
     path.write_text(content)
@@ -270,7 +270,7 @@ def test_one_that_cannot_be_read_hides_no_other(content, tmp_path, capsys):
     "name",
     ["config.json", "metrics.jsonl", "timing.jsonl", "syncs.jsonl", "faults.jsonl"],
 )
-def test_a_pipe_in_a_folder_holds_up_nothing(name, tmp_path, capsys):
+def test_a_pipe_in_a_folder_does_not_block(name, tmp_path, capsys):
     for region in (0, 1):
         run = make_run(tmp_path / f"region_{region}", [train(10)])
         (run / "syncs.jsonl").write_text('{"apply_step": 8, "regions": [0, 1]}\n')
@@ -294,7 +294,7 @@ def test_a_pipe_in_the_place_of_a_lock_is_no_lock(tmp_path, capsys):
     assert row["state"] == "stopped"
 
 
-def test_what_is_refused(tmp_path, refused):
+def test_a_folder_without_a_run_is_refused(tmp_path, refused):
     said = refused(status, tmp_path)
     assert said == f"'{tmp_path}' holds no run; name the folder of one"
     assert "name the folder of a run" in refused(status)

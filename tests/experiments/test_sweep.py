@@ -50,7 +50,7 @@ def table(text):
     return grid.from_table(tomllib.loads(text))
 
 
-def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
+def test_a_grid_is_the_product_of_its_axes_and_the_published_settings():
     parsed = table(GRID)
     assert parsed.seeds == (0,)
     published = [True, False, False] * 2 + [True] * 2
@@ -68,7 +68,7 @@ def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
     assert len({s.key for s in parsed.settings}) == 8
 
 
-def test_a_grid_without_what_is_published():
+def test_a_grid_may_leave_out_the_published_settings():
     without = table("published = false\n" + GRID).settings
     assert len(without) == 6
     assert [s.published for s in without] == [False] * 4 + [True] * 2
@@ -259,7 +259,7 @@ def test_shards_share_the_settings_of_a_stage(halved):
             assert len(share) == 2 * len({row.setting.key for row in share})
 
 
-def test_progress_tells_the_time_that_is_left(halved):
+def test_progress_shows_the_time_that_is_left(halved):
     plan, stages, _ = halved
     now = [0.0]
     progress = Progress(plan, lambda: now[0])
@@ -275,7 +275,7 @@ def test_progress_tells_the_time_that_is_left(halved):
     )
 
 
-def test_columns_and_intervals(halved):
+def test_columns_have_student_intervals_and_steps_to_the_reference(halved):
     plan, _, folder = halved
     of_rows = cells.cells(rows.read(folder), plan.to_json()["chosen"])
 
@@ -373,7 +373,9 @@ def test_the_report_names_the_frontier(halved, call, refused, monkeypatch):
     assert why in refused(sweep, *words)
 
 
-def test_who_is_there_first_on_which_network(halved, call, refused):
+def test_the_report_ranks_methods_by_time_to_the_reference_loss_on_each_network(
+    halved, call, refused
+):
     """By hand: directly 2 (M - 1) b / M / rate and four times the latency."""
     _, _, folder = halved
     words = ["--report", f"--workdir={folder}", "--reference=method=data_parallel"]
@@ -397,7 +399,7 @@ def test_who_is_there_first_on_which_network(halved, call, refused):
     assert error.startswith("--networks='fast' names 'fast'; use all, or")
 
 
-def test_a_seed_that_diverged_is_told(tmp_path):
+def test_the_report_lists_a_seed_that_diverged(tmp_path):
     cells_of(tmp_path)
     of_rows = diverge(tmp_path, rows.read(tmp_path)[-1])
     text = report.Report(of_rows, reference.find(of_rows, "method=diloco")).markdown("")
@@ -417,7 +419,7 @@ def test_a_cell_with_a_diverged_seed_gets_nowhere(tmp_path):
     assert cells.difference(good, good).mean == 0
 
 
-def test_where_every_run_diverged_there_are_no_figures(tmp_path):
+def test_a_report_of_runs_that_all_diverged_has_no_figures(tmp_path):
     cells_of(tmp_path)
     of_rows = diverge(tmp_path, *rows.read(tmp_path))
     text = report.Report(of_rows, of_rows[0]).markdown("")
@@ -435,7 +437,7 @@ def test_a_sweep_that_tunes_nothing_has_one_column(tmp_path):
     assert len(made.short_lines()[0]) == 1 + len(made.short_heads())
 
 
-def test_what_a_kill_left_of_a_line_is_dropped(tmp_path):
+def test_a_row_that_a_kill_cut_off_is_dropped(tmp_path):
     setting = table(GRID).settings[0]
     a, c = (written(Row(setting, seed, "final", ()), 1.0) for seed in (0, 1))
     rows.append(tmp_path, a)
@@ -489,7 +491,7 @@ def test_rungs_are_of_the_cells_that_they_chose_for(halved):
     assert [cell.tried for cell in of_rows] == [3, 3, 0, 0, 0]
 
 
-def test_rows_of_other_steps_and_seeds_are_told_apart(tmp_path):
+def test_the_report_marks_rows_of_other_steps_and_seeds(tmp_path):
     for method, steps, seeds in (("diloco", 32, [0, 1]), ("data_parallel", 48, [0])):
         base = (
             seeded(seeds).partition("[groups.streaming]")[0].replace("32", str(steps))
@@ -509,7 +511,7 @@ def report_of(folder, text):
     return report.Report(of_rows, reference.find(of_rows, None)).lines()
 
 
-def test_rows_have_the_role_that_the_grid_gives_them_now(tmp_path):
+def test_rows_of_a_smaller_grid_have_their_role_in_the_grown_one(tmp_path):
     """One seed and nothing tuned, then more of both, is the same as all at once."""
     grown = GRID + "[halving]\nrungs = [8]\ntuning_seeds = [7]\nfinal_seeds = [0, 1]"
     first = seeded([0])
@@ -529,7 +531,7 @@ def test_a_row_of_a_rung_may_be_a_final_one(tmp_path):
     assert 7 in [row["seed"] for row in of_rows[0].columns["tuned"].rows]
 
 
-def test_winners_of_a_halving_that_was_given_up_do_not_count(halved, call):
+def test_winners_of_an_abandoned_halving_do_not_count(halved, call):
     _, _, folder = halved
     (folder / "halving.json").write_text('{"chosen": []}')
     (folder / "grid.toml").write_text(GRID.replace("tuned =", "seeds=[0, 1]\ntuned ="))
@@ -603,7 +605,7 @@ def test_data_are_opened_before_the_first_row_trains(
     call(sweep, *words, "--list")  # Which opens none.
 
 
-def test_a_fragment_that_never_arrived_counts_as_the_others():
+def test_a_fragment_that_never_arrived_has_the_mean_bytes_of_the_others():
     row = Row(table(GRID).settings[0], 0, "final", ())
     summary = collections.defaultdict(lambda: 1)
 
@@ -614,7 +616,7 @@ def test_a_fragment_that_never_arrived_counts_as_the_others():
     assert bytes_of({}) == []
 
 
-def test_rows_of_some_flags_alone(halved, call, tmp_path):
+def test_only_selects_rows_by_their_flags(halved, call, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text(GRID, encoding="utf-8-sig")  # As some editors write it.
     words = ["--only=compress=ef+int4,outer_lr=1.0"]

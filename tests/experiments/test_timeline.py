@@ -29,14 +29,16 @@ def test_the_program_writes_a_trace_and_a_plot(recorded_run, call):
         ("--workdir={run} 5", "unexpected argument '5'; flags begin with --$"),
     ],
 )
-def test_what_is_refused(recorded_run, tmp_path, refused, words, message):
+def test_wrong_flags_are_refused_in_a_line(
+    recorded_run, tmp_path, refused, words, message
+):
     empty = tmp_path / "empty"
     empty.mkdir()
     error = refused(timeline, *words.format(run=recorded_run, empty=empty).split())
     assert re.match(message, error), error
 
 
-def test_slow_steps_are_told_by_the_run_s_own_steps(recorded_run, call, monkeypatch):
+def test_slow_steps_have_the_step_numbers_of_the_run(recorded_run, call, monkeypatch):
     """Steps are counted from the first mark, which may come after --since_step."""
     marks = [[step, 10.0 + step] for step in range(4, 50, 2)]
     slow = [[step, 10.0 + step + 20 * max(step - 30, 0)] for step in range(4, 50, 2)]

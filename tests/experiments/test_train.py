@@ -65,7 +65,7 @@ def assert_same_run(one: pathlib.Path, other: pathlib.Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_files_and_summary(unbroken):
+def test_a_run_writes_its_summary_and_prints_its_progress(unbroken):
     workdir, out = unbroken
     summary = json.loads((workdir / "summary.json").read_text())
     first, *_, last = out.splitlines()
@@ -109,7 +109,7 @@ def test_files_and_summary(unbroken):
     assert "step 48/48" in out  # Plain lines, since this is no terminal.
 
 
-def test_records_tell_the_run(unbroken):
+def test_records_have_the_steps_losses_and_syncs_of_the_run(unbroken):
     steps = [r["step"] for r in read_records(unbroken[0] / "metrics.jsonl")]
     assert steps == sorted(steps)
 
@@ -204,7 +204,7 @@ def test_a_second_interrupt_ends_at_once(call, corpus, tmp_path, monkeypatch, he
     assert not (tmp_path / "summary.json").exists()
 
 
-def test_a_finished_run_whose_summary_is_damaged_is_summed_up_again(
+def test_a_damaged_summary_of_a_finished_run_is_written_again(
     unbroken, call, refused, corpus, tmp_path
 ):
     workdir = pathlib.Path(shutil.copytree(unbroken[0], tmp_path / "run"))
@@ -245,7 +245,7 @@ def test_a_finished_run_whose_summary_is_damaged_is_summed_up_again(
         (LeftBehindError("region 1: the others went on"), 1),
     ],
 )
-def test_a_region_that_was_started_again_elsewhere_is_not_to_be_restarted(
+def test_a_region_that_was_superseded_ends_with_the_code_for_no_restart(
     refused, monkeypatch, tmp_path, error, code
 ):
     """No launcher starts what ends with 2."""
@@ -367,7 +367,7 @@ def test_a_diverging_run_names_step_region_and_checkpoint(
     assert re.search(rf"last good checkpoint: step {good}", line)
 
 
-def test_another_run_goes_on_from_a_checkpoint(unbroken, call, corpus, tmp_path):
+def test_a_run_of_another_method_adopts_a_checkpoint(unbroken, call, corpus, tmp_path):
     """CoCoDC in four regions, then DiLoCo in two; what is lost is printed."""
     flags = [
         "--preset=smoke",
@@ -411,7 +411,7 @@ def test_another_run_goes_on_from_a_checkpoint(unbroken, call, corpus, tmp_path)
         ("{}@7", "", "adopt_from=.*@7' has no checkpoint of step 7; there are 40, 48"),
     ],
 )
-def test_what_cannot_be_gone_on_from_is_named(
+def test_a_source_that_cannot_be_adopted_is_named(
     unbroken, refused, corpus, tmp_path, source, flag, message
 ):
     adopt = f"--adopt_from={source.format(unbroken[0])}"

@@ -83,7 +83,7 @@ else:
 """
 
 
-def test_round_trip_and_what_a_region_is_told(lab, tmp_path):
+def test_a_region_gets_its_environment_and_the_delay_of_its_links(lab, tmp_path):
     tell = """
 for name in ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS", "LOCAL_ADDRESS"):
     print(os.environ["COCODC_" + name], flush=True)
@@ -190,7 +190,7 @@ def test_tcp_begins_with_more_than_a_packet(lab):
     ("flags", "expected"),
     [([], "reno\n0\n"), (["--slow_start_after_idle"], "reno\n1\n")],
 )
-def test_tcp_is_what_flags_say_whatever_this_machine_uses(lab, flags, expected):
+def test_flags_set_tcp_whatever_this_machine_uses(lab, flags, expected):
     names = ("congestion_control", "slow_start_after_idle")
     paths = [f"/proc/sys/net/ipv4/tcp_{name}" for name in names]
     assert lab(*flags, "--", "cat", *paths)[:2] == (0, expected)
@@ -283,7 +283,7 @@ print(child.pid, os.readlink("/proc/self/ns/net"), flush=True)
 """
 
 
-def test_success_leaves_nothing(lab, tmp_path):
+def test_a_run_that_succeeds_leaves_no_process_and_no_namespace(lab, tmp_path):
     before = namespaces()
     assert lab("--regions=3", *python(LINGER))[0] == 0
     assert family(os.getpid()) == {os.getpid()}
@@ -327,9 +327,7 @@ finally:
     assert family(os.getpid()) == {os.getpid()}
 
 
-def test_without_grace_what_goes_on_is_killed_at_once_with_all_that_it_started(
-    lab, tmp_path
-):
+def test_without_grace_regions_and_their_children_are_killed_at_once(lab, tmp_path):
     program = """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -355,7 +353,9 @@ def test_a_command_that_is_killed_or_unknown(lab, tmp_path):
     ("number", "code"),
     [(signal.SIGTERM, 128 + 15), (signal.SIGINT, 128 + 2), (signal.SIGKILL, -9)],
 )
-def test_a_signal_to_the_lab_leaves_nothing(number, code, lab, tmp_path):
+def test_a_signal_to_the_lab_leaves_no_process_and_no_namespace(
+    number, code, lab, tmp_path
+):
     words = python(LINGER + "time.sleep(60)")
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.wan", f"--logdir={tmp_path}", *words],
@@ -403,7 +403,9 @@ def test_a_broken_relay_ends_the_run(lab, command, tmp_path):
     wait_until(lambda: not started & set(processes()))
 
 
-def test_lacking_permissions_is_said_before_anything(monkeypatch, tmp_path, refused):
+def test_missing_permissions_are_named_before_anything_starts(
+    monkeypatch, tmp_path, refused
+):
     monkeypatch.setattr(region, "missing", lambda: ["this", "that"])
     error = refused(wan, f"--logdir={tmp_path / 'new'}", "--", "true")
     assert error == "the network lab lacks this; and that"
@@ -430,7 +432,7 @@ def test_flags_become_links():
     assert (lab_plan.congestion_control, lab_plan.restarts_slowly) == ("reno", False)
 
 
-def test_what_tcp_does_is_a_flag():
+def test_flags_set_packets_buffers_and_slow_start():
     assert plan("--slow_start_after_idle").restarts_slowly
     assert plan("--mtu=9000", "--buffer_ms=30").mtu_bytes == 9000
     assert plan("--buffer_ms=30").buffer_s == 0.03
@@ -447,7 +449,7 @@ def links_file(tmp_path):
     return path
 
 
-def test_links_of_a_file_change_when_it_says(links_file):
+def test_links_of_a_file_change_at_its_times(links_file):
     lab_plan = plan(f"--links={links_file}")
 
     assert lab_plan.conditions[0].uplink_bps == (math.inf,) * 3

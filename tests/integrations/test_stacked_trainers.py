@@ -105,7 +105,7 @@ def test_other_methods_run_and_learn(folder, run):
         assert fact["bytes_sent"] < plain / 20
 
 
-def test_its_own_checkpoint_goes_on_bit_for_bit(folder):
+def test_a_trainers_own_checkpoint_goes_on_bit_for_bit(folder):
 
     assert facts_of(folder)["in_flight"] == 1
     apart = difference(params_of(folder, "resumed"), params_of(folder, "one_bit"))

@@ -32,7 +32,7 @@ def test_syncs_per_interval_is_twice_k_where_the_interval_allows():
          {"gradient_fn", "learning_rate"}),
     ],
 )  # fmt: skip
-def test_curvature_tells_the_runtime_what_it_needs(options, needs):
+def test_curvature_adds_its_needs_to_the_merge(options, needs):
     assert methods.get("cocodc", **options).sync.merge.needs == needs | {"staged"}
 
 
@@ -74,7 +74,7 @@ def test_a_rule_chooses_the_score_too():
     assert scores == {"text": "pseudo_gradient", "code": "drift"}
 
 
-def test_numbers_that_follow_the_network():
+def test_automatic_delays_and_syncs_follow_measured_times():
     made = methods.get("cocodc", delay_steps="auto", syncs_per_interval="auto")
     assert isinstance(made.schedule, Measured)
     assert made.schedule.network_share == 0.4

@@ -41,14 +41,14 @@ def merged_by(rule):
     return np.asarray(state.region.params["w"]).ravel().tolist()
 
 
-def test_the_numbers_without_anything_new():
+def test_merges_without_a_new_need_by_hand():
     take = Merge("take", lambda local, staged, outer, **extra: (outer, {}))
     assert merged_by(take) == [-4, -4]
     stay = Merge("stay", lambda local, staged, outer, **extra: (local, {}))
     assert merged_by(stay) == [-3, -12]
 
 
-def test_of_the_optimizers_states_of_all_regions(monkeypatch):
+def test_a_new_need_may_read_the_optimizer_states_of_all_regions(monkeypatch):
     find = lambda state, inputs: optax.tree_utils.tree_get(state, "trace")  # noqa: E731
     trace = Need(
         "The inner optimizer's trace of the fragment.",
@@ -63,7 +63,7 @@ def test_of_the_optimizers_states_of_all_regions(monkeypatch):
     assert merged_by(Merge("ahead", apply, frozenset({"trace"}))) == [-5, -13]
 
 
-def test_of_the_last_batch(monkeypatch):
+def test_a_new_need_may_read_the_last_batch(monkeypatch):
     batch = Need(
         "The mean of the last batch.",
         wants_batch=True,
@@ -79,7 +79,7 @@ def test_of_the_last_batch(monkeypatch):
     assert merged_by(rule) == [-3, 5]
 
 
-def test_what_nobody_knows_is_refused_before_anything_compiles():
+def test_an_unknown_need_is_refused_before_anything_compiles():
     rule = Merge("odd", lambda *parts, **extra: None, frozenset({"luck"}))
     message = r"method='mine' needs \['luck'\], which nothing here can give"
     with pytest.raises(ValueError, match=message):

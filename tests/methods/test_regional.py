@@ -131,7 +131,7 @@ def momentum_after(num_regions, is_over_senders, num_rounds=60):
     return np.linalg.norm(d, axis=1).max()
 
 
-def test_why_the_mean_is_over_all_regions():
+def test_a_mean_over_senders_diverges_and_one_over_all_regions_does_not():
     """Over senders, what one region of four sends comes back whole to all four.
 
     The next round it is in everyone's top, and grows; of two regions it does not.
@@ -170,11 +170,11 @@ def published(sign):
     return x
 
 
-def test_with_a_plus_it_comes_to_the_minimiser_of_the_sum():
+def test_with_a_plus_the_dual_update_reaches_the_minimiser_of_the_sum():
     np.testing.assert_allclose(published(1), OPTIMUM, atol=1e-12)
 
 
-def test_with_a_minus_it_never_comes_there():
+def test_with_a_minus_the_dual_update_never_reaches_it():
     """Neighbours drive one another away; even the point of rest would be another."""
     assert np.abs(published(-1)).min() > 1e6
     elsewhere = (CURVATURES * MINIMISERS).sum() / (CURVATURES.sum() + 4 * RHO * 4)
@@ -184,7 +184,7 @@ def test_with_a_minus_it_never_comes_there():
 @pytest.mark.parametrize(
     ("graph", "compress"), [("ring", "int8"), ("complete", "topk:0.5")]
 )
-def test_regions_come_to_the_exact_minimiser(graph, compress):
+def test_regions_reach_the_exact_minimiser(graph, compress):
     """Also where half or a quarter of each message is all that is sent.
 
     Two numbers a region, so that top-k leaves one out.
@@ -238,7 +238,7 @@ def test_a_landed_region_has_every_mean_of_eager_once(num_steps):
 # --- Sparse averages ---
 
 
-def test_a_cycle_has_every_position_once_and_the_next_draws_anew():
+def test_a_cycle_has_every_position_once_and_the_next_has_another_order():
     """Of sizes that the subsets do not divide, and of a tensor smaller than them."""
     part = {"a": jnp.zeros((3, 4)), "b": jnp.zeros(7), "c": jnp.zeros(2)}
 
@@ -283,7 +283,7 @@ def test_a_mean_that_lands_alone_has_the_subset_that_was_sent():
     assert not state.is_landing
 
 
-def test_nothing_of_a_region_that_is_not_finite_stays():
+def test_a_region_that_is_not_finite_leaves_no_trace_in_the_state():
     outer = sparse_averages(1.0, 0, 0.5, is_delayed=True)
     zero = {"w": jnp.zeros(1)}
     state = outer.init(zero, identity())

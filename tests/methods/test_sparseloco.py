@@ -31,7 +31,7 @@ def test_a_region_that_takes_no_part_is_no_sender():
     np.testing.assert_allclose(everyone, [5.5, 0, 0.5, 2.25], rtol=1e-6)
 
 
-def test_regions_that_come_late_are_not_counted_either_way():
+def test_absent_regions_do_not_count_with_either_exchange():
     """The fourth of four sends nothing, and keeps its memory; NaN stays its own."""
     method = methods.get("sparseloco", compress="ef+topk:0.5")
     rounds = dataclasses.replace(staggered(2), participating=(0, 1, 2))

@@ -154,7 +154,7 @@ FLOAT32 = dataclasses.replace(SMALL, compute_dtype="float32")
         (dataclasses.replace(SMALL, width=32), "gpu", 8, {}, "plain"),
     ],
 )
-def test_the_platform_chooses(config, platform, length, flags, expected):
+def test_the_platform_chooses_the_kernel(config, platform, length, flags, expected):
     chosen = choose(config, platform, length, **{"is_divided": True} | flags)
     assert chosen == dataclasses.replace(config, attention=expected)
 
@@ -184,9 +184,7 @@ def test_the_platform_chooses(config, platform, length, flags, expected):
          "has no second derivatives, which the method takes; use"),
     ],
 )  # fmt: skip
-def test_a_kernel_that_cannot_be_had_is_refused(
-    changes, platform, length, flags, message
-):
+def test_an_unsupported_kernel_is_refused(changes, platform, length, flags, message):
     config = dataclasses.replace(SMALL, **changes)
     with pytest.raises(ValueError, match=message):
         choose(config, platform, length, **{"is_divided": True} | flags)

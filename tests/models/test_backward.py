@@ -136,7 +136,7 @@ def test_a_spread_number_scales_its_row(backward):
         ("cpu", "cpu", False, False, "cpu"),
     ],
 )
-def test_the_platform_chooses(
+def test_the_platform_chooses_the_backward_pass(
     backward, platform, is_shared, needs_forward_mode, expected
 ):
     assert choose(backward, platform, is_shared, needs_forward_mode) == expected
@@ -151,7 +151,7 @@ def test_the_platform_chooses(
         ("gpu", True, True, "CPU device and has no second derivatives"),
     ],
 )
-def test_what_cannot_be_had_is_refused(
+def test_an_unsupported_backward_pass_is_refused(
     platform, is_shared, needs_forward_mode, message
 ):
     with pytest.raises(ValueError, match=f"backward='cpu' .*{message}"):

@@ -30,7 +30,7 @@ CONFIG = PRESETS["smoke"].replace(
 SUBSPACE = models.Subspace(CONFIG.model.width, 4)
 
 
-def test_regions_tell_their_bytes_and_stay_confined():
+def test_regions_report_stage_bytes_and_stay_in_their_subspace():
     program = build_program(CONFIG, CONFIG.model, make_mesh(2, stage=2))
     params = init_params(CONFIG.run, CONFIG.model, jax.random.key(3))
     state = program.init(params, jax.random.key(4))
@@ -135,9 +135,7 @@ MOE = {
         (2, P(None, "expert", "data", "model")),
     ],
 )
-def test_of_a_range_of_experts_each_device_has_a_share_of_the_width(
-    num_fragments, of_gate
-):
+def test_experts_of_a_range_are_sharded_over_their_width(num_fragments, of_gate):
     """Of all experts it has its own, as of the parameters."""
     config = SHARED.replace(data_axis=2, expert_axis=2, **MOE)
     program = made(config.replace(num_fragments=num_fragments))
@@ -182,7 +180,7 @@ def test_devices_that_share_experts_train_as_one_does():
         ),
     ],
 )
-def test_what_devices_cannot_share_is_named(leaves, message):
+def test_models_that_devices_cannot_share_are_refused(leaves, message):
     def configure():
         config = SHARED.replace(**leaves)
         check_model(config, config.model)

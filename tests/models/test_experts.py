@@ -167,7 +167,7 @@ def test_a_model_without_experts_is_the_dense_one_bit_for_bit():
     assert str(text) == str(same)
 
 
-def test_the_losses_of_routers_are_what_their_papers_say():
+def test_router_losses_equal_the_formulas_of_their_papers():
     config = dataclasses.replace(
         _MOE, num_layers=1, balance_loss=0.3, scan_layers=False
     )

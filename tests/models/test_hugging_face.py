@@ -106,7 +106,7 @@ def test_tensors_have_the_names_and_turns_of_hugging_face(config, tmp_path):
         assert (said["num_local_experts"], said["num_experts_per_tok"]) == (4, 2)
 
 
-def test_read_gives_back_what_was_written(config, tmp_path):
+def test_reading_restores_the_written_parameters(config, tmp_path):
     hugging_face.write(tmp_path, config, drawn_params(config))
     params = hugging_face.read(tmp_path, config)
     jax.tree.map(np.testing.assert_array_equal, params, drawn_params(config))
@@ -188,7 +188,7 @@ def test_config_of_transformers_5(folder):
         ({"vocab_size": None}, "config.json has no vocab_size"),
     ],
 )
-def test_another_shape_is_refused_by_name(folder, changes, message):
+def test_a_file_of_another_shape_is_refused_by_name(folder, changes, message):
     change_config(folder, **changes)
     with pytest.raises(ValueError, match=message):
         hugging_face.read(folder, APART)
@@ -201,7 +201,7 @@ def change_tensors(folder, change):
     save_file(tensors, path)
 
 
-def test_other_tensors_are_refused_by_name(folder):
+def test_missing_and_unknown_tensors_are_refused_by_name(folder):
     name = "model.layers.1.mlp.up_proj.weight"
     odd = "model.layers.1.mlp.bias"
     old = "model.layers.0.self_attn.rotary_emb.inv_freq"

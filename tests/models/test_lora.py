@@ -46,7 +46,7 @@ def trained(config):
     return plain, base, params, jax.tree_util.tree_map_with_path(train, params)
 
 
-def test_what_is_added_and_merged(config):
+def test_new_adapters_change_nothing_and_trained_ones_can_be_merged(config):
     plain, base, first, params = trained(config)
     assert jax.tree.structure(first) == jax.tree.structure(
         models.init_params(config, jax.random.key(0))
@@ -66,7 +66,7 @@ def test_what_is_added_and_merged(config):
     )
 
 
-def test_the_files_of_adapters(config, tmp_path):
+def test_files_of_adapters_add_up_to_the_merged_model(config, tmp_path):
     """The merged tensors are the base's plus scale * B A, in their names and turns."""
     plain, base, _, params = trained(config)
     hugging_face.write(tmp_path / "base", plain, base)
@@ -128,12 +128,12 @@ def test_peft_computes_the_same_logits(config, tmp_path):
         (dict(lora_targets="up,up"), "lora_targets='up,up' must be some of"),
     ],
 )
-def test_what_makes_no_adapter_is_named(changes, message):
+def test_invalid_fields_of_adapters_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
 
 
-def test_what_is_frozen_has_no_gradient_to_compute():
+def test_frozen_parameters_cost_no_gradient():
     """By hand: of 6 operations a parameter and token, 2 are for the gradient."""
     frozen = models.num_params(PLAIN)
     num_adapters = models.num_params(CONFIG) - frozen

@@ -139,7 +139,7 @@ def result(params, tokens, num_parts):
 
 
 @pytest.mark.parametrize("num_parts", [2, 6])
-def test_parts_are_the_batch(num_parts):
+def test_losses_and_gradients_of_parts_add_up_to_those_of_the_batch(num_parts):
     params = init_params(CONFIG, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 256, (6, 17)).astype(np.int32)
     whole, parts = (result(params, tokens, num) for num in (1, num_parts))
@@ -148,7 +148,7 @@ def test_parts_are_the_batch(num_parts):
     assert_all_close(parts, whole, rtol=1e-6, atol=1e-6)
 
 
-def test_what_is_not_one_part_is_scanned():
+def test_parts_of_a_batch_are_scanned():
     params = init_params(CONFIG, jax.random.key(0))
     tokens = np.zeros((4, 9), np.int32)
     text = str(

@@ -106,7 +106,9 @@ class TestRegions:
             pytest.param(CONFIG, 1, 1, 1, "vmap", marks=pytest.mark.slow),
         ],
     )
-    def test_stages_lie_inside_regions(self, config, data, model, length, block):
+    def test_stages_inside_regions_give_the_loss_and_gradient_of_plain_regions(
+        self, config, data, model, length, block
+    ):
         devices = jax.devices()[: length * 2 * data * model]
         mesh = make_mesh(_REGIONS, data, model, devices, stage=2)
         params, batches = place_regions(mesh, draw(CONFIG, _REGIONS), tokens(_REGIONS))
@@ -137,7 +139,7 @@ class TestRegions:
         # Eight bits of mantissa, averaged over 72 tokens.
         np.testing.assert_allclose(loss, expected, rtol=2e-3)
 
-    def test_regions_exchange_nothing(self):
+    def test_pipelined_regions_exchange_nothing(self):
         mesh = make_mesh(_REGIONS, stage=2)
         program = over_regions(mesh, make_pipelined_loss_fn(CONFIG, 2, 2))
         jaxpr = jax.make_jaxpr(program)(
@@ -307,7 +309,7 @@ class TestRefusals:
             partition_specs(params, stage="stage")
 
 
-def test_specs_divide_layers_and_nothing_else_more():
+def test_stages_divide_only_the_layers():
     params = draw(UNTIED)
     specs = partition_specs(params, stage="stage")
     assert specs["blocks"]["mlp"]["down"] == P("stage", "model", "data")

@@ -63,7 +63,7 @@ def projected(tree):
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 7), st.integers(0, 5))
-def test_what_is_sent_decodes_to_rounding(rank, seed):
+def test_encoded_activations_decode_to_rounding(rank, seed):
     subspace = Subspace(8, rank, seed)
     u = subspace.basis
     np.testing.assert_allclose(u.T @ u, np.eye(rank), atol=1e-6)

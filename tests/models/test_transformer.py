@@ -57,7 +57,7 @@ def test_forward_equals_the_numpy_oracle(config):
 
 
 @pytest.mark.parametrize("config", [_SMALL, _UNTIED], ids=["tied", "untied"])
-def test_a_token_changes_nothing_before_it(config):
+def test_a_token_changes_no_logits_before_it(config):
     tokens = _tokens(2, 9)
     before = _logits(config, drawn_params(config), tokens)
 
@@ -105,7 +105,7 @@ def test_scanned_and_unscanned_models_are_one():
     )
 
 
-def test_scanned_and_unscanned_models_start_alike():
+def test_scanned_and_unscanned_models_start_equal():
     scanned = _init(_SMALL, _KEY)
     unscanned = _init(dataclasses.replace(_SMALL, scan_layers=False), _KEY)
     assert_within_ulps(oracle.unstacked(_SMALL, scanned), unscanned)
@@ -152,7 +152,7 @@ def test_rematerialisation_keeps_gradients(base, remat):
     assert_all_close(again, _grad(base, params, tokens), rtol=1e-4, atol=1e-6)
 
 
-def test_what_is_kept_with_the_host_changes_no_gradient():
+def test_activations_in_host_memory_change_no_gradient():
     """JAX's CPU has that kind of memory too; products are those of remat=attention."""
     tokens = _tokens(2, 9)
     params = drawn_params(_SMALL)

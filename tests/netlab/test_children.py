@@ -40,7 +40,7 @@ def group():
     group.wait()
 
 
-def test_children_that_end_well_leave_what_they_wrote(group, tmp_path):
+def test_output_of_children_is_in_their_log(group, tmp_path):
     start(group, "print('one')", tmp_path / "log")
     start(group, "pass")
     assert group.wait() == 0
@@ -116,7 +116,7 @@ def test_children_die_with_their_parent(program, number, code):
     wait_until(lambda: is_over(child), 10)
 
 
-def test_no_program_starts_others_in_another_way():
+def test_only_known_modules_start_other_programs():
     """Regions and the relay `die_with_parent`; `ip` and event commands end soon."""
     paths = [*ROOT.glob("cocodc_jax/**/*.py"), *ROOT.glob("experiments/**/*.py")]
     starts = re.compile(r"subprocess\.(run|Popen|call|check_\w+)\(|os\.(system|spawn)")
@@ -145,7 +145,7 @@ def started(program, log, num_processes=1):
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_the_last_line_of_who_ended_badly_is_shown(restarts, tmp_path, capfd):
+def test_the_last_line_of_a_region_that_failed_is_shown(restarts, tmp_path, capfd):
     log = tmp_path / "region_1" / "output.log"
     regions = [started("pass", tmp_path / "log"), started(REFUSED, log)]
     assert children.wait(regions, lambda: restarts) == 2
@@ -155,7 +155,7 @@ def test_the_last_line_of_who_ended_badly_is_shown(restarts, tmp_path, capfd):
     assert capfd.readouterr().err == message
 
 
-def test_who_dies_at_once_again_and_again_is_given_up(tmp_path, capfd):
+def test_a_region_that_fails_at_once_again_and_again_is_given_up(tmp_path, capfd):
     region = started("raise SystemExit('error: no room')", tmp_path / "log")
     assert children.wait([region], lambda: True) == 1
     assert region.lives == 5
@@ -165,7 +165,9 @@ def test_who_dies_at_once_again_and_again_is_given_up(tmp_path, capfd):
     assert last == message
 
 
-def test_others_go_on_if_one_cannot_start_and_nobody_reads(tmp_path, monkeypatch):
+def test_a_region_that_cannot_restart_fails_even_if_stderr_is_unwritable(
+    tmp_path, monkeypatch
+):
     region = started("raise SystemExit(1)", tmp_path / "log")
     region._log = tmp_path / "log" / "no folder"
     with open(os.devnull) as unwritable:
@@ -178,7 +180,9 @@ def test_a_key_that_did_not_fit_on_the_disk_is_made_again(tmp_path):
     assert len(children.make_key(tmp_path).read_bytes()) == 32
 
 
-def test_who_lived_for_long_is_started_again(tmp_path, monkeypatch):
+def test_a_region_that_ran_for_long_is_restarted_any_number_of_times(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(children, "_BRIEF_S", 0.0)
     region = started("raise SystemExit(1)", tmp_path / "log")
     answers = iter([*[True] * 14, False])  # It is asked twice of each new life.
@@ -186,26 +190,26 @@ def test_who_lived_for_long_is_started_again(tmp_path, monkeypatch):
     assert region.lives == 8
 
 
-def test_of_several_processes_it_is_that_of_the_one_that_failed(tmp_path, capfd):
+def test_the_shown_line_is_of_the_process_that_failed(tmp_path, capfd):
     region = started(OF_TWO, tmp_path / "output.log", num_processes=2)
     assert children.wait([region], lambda: False)
     message = f", see {tmp_path / 'output_1.log'}: error: out of memory\n"
     assert capfd.readouterr().err.endswith(message)
 
 
-def test_what_one_of_several_processes_refuses_is_not_started_again(tmp_path):
+def test_a_region_of_which_one_process_refuses_its_flags_is_not_restarted(tmp_path):
     program = OF_TWO.replace('"error: out of memory"', "2")
     region = started(program, tmp_path / "output.log", num_processes=2)
     assert children.wait([region], lambda: True) == 2
     assert region.lives == 1
 
 
-def test_what_is_written_to_the_terminal_is_not_told_again(capfd):
+def test_output_on_the_terminal_is_not_repeated(capfd):
     assert children.wait([started("raise SystemExit(3)", None)], lambda: False) == 3
     assert capfd.readouterr().err == "region 0 ended with exit code 3\n"
 
 
-def test_who_dies_after_all_were_told_to_stop_is_not_started_again(tmp_path, capfd):
+def test_a_region_that_dies_during_a_stop_is_not_restarted(tmp_path, capfd):
     """A second Ctrl-C kills them, which is no reason to begin anew."""
     region = started("import time; time.sleep(60)", tmp_path / "log")
     lines = []
@@ -227,7 +231,7 @@ def test_who_dies_after_all_were_told_to_stop_is_not_started_again(tmp_path, cap
     assert region.lives == 1
 
 
-def test_who_is_started_as_all_are_told_to_stop_is_told_too(tmp_path):
+def test_a_region_that_starts_during_a_stop_is_stopped_too(tmp_path):
     region = started("raise SystemExit(1)", tmp_path / "log")
     region._command[-1] = "import time; time.sleep(60)"
     answers = iter([True, False, False])
@@ -235,7 +239,7 @@ def test_who_is_started_as_all_are_told_to_stop_is_told_too(tmp_path):
     assert region.lives == 2
 
 
-def test_a_region_that_was_killed_is_said_so(tmp_path, capfd):
+def test_the_signal_that_killed_a_region_is_shown(tmp_path, capfd):
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     region = children.Region([sys.executable, "-c", code], None)
     region.start()

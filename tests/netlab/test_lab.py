@@ -58,7 +58,7 @@ def test_an_idle_link_takes_one_transmission_and_the_delay():
     assert times(shaper) == pytest.approx([5.101])
 
 
-def test_packets_queue_behind_one_another():
+def test_packets_wait_for_those_before_them():
     shaper = Shaper([conditions()], buffer_s=1, seed=0)
     for _ in range(3):
         shaper.send(0.0, 0, 1, PACKET)
@@ -168,7 +168,7 @@ def test_links_change_with_time():
     assert shaper.traffic.outage_packets == [[0, 2], [0, 0]]
 
 
-def test_changes_count_from_when_they_are_told_to():
+def test_changes_count_from_changes_from_s():
     """By hand: an outage a second after what happens at 5, and not before."""
     outage = conditions(start_s=1.0, rate_bps=[[1, 0.0], [1e6, 1]])
     shaper = Shaper([conditions(), outage], buffer_s=1, seed=0)
@@ -270,7 +270,7 @@ def test_hosts_give_the_own_name_the_regions_address():
     ]
 
 
-def test_environment_has_who_and_no_proxy(monkeypatch):
+def test_the_environment_names_the_process_and_has_no_proxy(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "localhost")
     monkeypatch.setenv("KEPT", "yes")
@@ -325,7 +325,7 @@ def test_sizes_come_from_the_links_as_they_usually_are(tmp_path):
     assert later.window_bytes == usual.window_bytes
 
 
-def test_what_the_relay_counted_is_one_line(tmp_path):
+def test_the_counts_of_the_relay_are_summed_up_in_one_line(tmp_path):
     made = netlab.make_plan(uniform(2, Link(0.1, 0.05)), ["true"], tmp_path)
     assert made.summary() == "wan: nothing was counted"
 
@@ -345,7 +345,7 @@ def test_what_the_relay_counted_is_one_line(tmp_path):
     )
 
 
-def test_its_processes_load_neither_jax_nor_numpy():
+def test_processes_of_the_lab_load_neither_jax_nor_numpy():
     """There is one for each region, and they have to start in no time."""
     program = """
 import sys

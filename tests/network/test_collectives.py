@@ -31,7 +31,7 @@ def test_formulas_on_equal_links(num):
         assert collective_cost(state, name, 12 * gb).seconds == pytest.approx(expected)
 
 
-def test_parts_of_a_cost():
+def test_a_cost_is_latency_plus_transfer():
     cost = collective_cost(equal_state(4), "ring", 4e9)
     assert (cost.seconds, cost.latency_s, cost.transfer_s) == (9.0, 3.0, 6.0)
     assert cost.bytes_sent == (6e9,) * 4

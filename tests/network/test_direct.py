@@ -27,12 +27,12 @@ def about(*seconds):
     return pytest.approx(list(seconds), abs=1e-2)
 
 
-def test_two_that_begin_at_once_by_hand():
+def test_two_regions_that_begin_at_once_by_hand():
     # Parts of 4 s. Words are there at 10, parts are in at 24; and again: 48.
     assert seconds_of(own_links(2, 10.0), 8e6, [0, 0]) == about(48, 48)
 
 
-def test_two_of_which_one_is_late_by_hand():
+def test_two_regions_of_which_one_is_late_by_hand():
     # Rank 1 comes at 20 and has been told: its part leaves to 24 and is in at 34; its
     # word behind it too, so rank 0 sends from 34 to 38, and is in the second exchange
     # at 34. Its second word leaves behind its part, at 38, and is there with it at 48.
@@ -51,7 +51,7 @@ def test_messages_are_gathered_in_one_exchange_by_hand():
     assert gathered([0, 20]) == about(34, 48)
 
 
-def test_three_over_one_line_each_by_hand():
+def test_three_regions_over_one_line_each_by_hand():
     # Parts of 1 s, delay 1. Each is told first by the next and then by the one after,
     # and sends in that order: no two to the same one at a time. Words are there at 1,
     # parts are in at 3 and at 4; and again: 8.
@@ -59,7 +59,7 @@ def test_three_over_one_line_each_by_hand():
     assert seconds_of(state, 3e6, [0, 0, 0]) == about(8, 8, 8)
 
 
-def test_one_region_waits_for_nothing_and_a_link_that_is_out_ends_nothing():
+def test_one_region_takes_no_time_and_a_cut_link_takes_for_ever():
     assert seconds_of(own_links(1, 1.0), 8, [3]) == [3]
     state = own_links(3, 1.0)
     state.bytes_per_s[0, 1] = 0.0
@@ -78,7 +78,9 @@ def test_one_region_waits_for_nothing_and_a_link_that_is_out_ends_nothing():
         (20, 0.84, 0.95),
     ],
 )
-def test_it_is_what_the_lab_measured(mbit, megabytes, measured_s):
+def test_the_formula_gives_the_seconds_that_the_lab_measured(
+    mbit, megabytes, measured_s
+):
     share = payload_share(min(125 * mbit, 65000))
     state = uniform(4, Link(mbit / 1000 * share, 0.05)).at()
     assert settled(state, megabytes * 1e6) == pytest.approx(measured_s, rel=0.1)
@@ -102,9 +104,7 @@ def test_regions_with_links_of_their_own_wait_for_two_parts(num, megabytes, meas
     st.booleans(),
 )
 @settings(max_examples=50, deadline=None)
-def test_it_is_never_below_its_links_nor_above_all_in_turn(
-    num, delay_s, num_bytes, starts, has_line
-):
+def test_an_exchange_is_between_its_bounds(num, delay_s, num_bytes, starts, has_line):
     state = own_links(num, delay_s, 1e6)
     if has_line:
         state = LinkState(state.bytes_per_s, state.delay_s, 1e6)

@@ -46,7 +46,7 @@ def test_every_method_is_simulated(name, slowest_s):
         assert sync.start_s <= sync.arrival_s <= sync.merge_s + 1e-9
 
 
-def test_what_is_exchanged_at_every_step_blocks_every_step():
+def test_an_exchange_at_every_step_blocks_every_step():
     timeline = simulated("data_parallel", 5)
     cost = collective_cost(uniform(4, LINK).at(), "ring", 4e9)
     assert timeline.sim_s == pytest.approx(5 * (1 + cost.seconds))
@@ -102,12 +102,12 @@ def test_messages_to_neighbours_on_a_ring_go_one_after_the_other():
     assert cost.bytes_sent == (2e9,) * 4
 
 
-def test_of_two_regions_the_other_is_the_neighbour_on_either_side():
+def test_of_two_regions_each_has_one_neighbour():
     assert exchanges.to_neighbours(uniform(2, LINK).at(), 1e9).bytes_sent == (1e9,) * 2
     assert exchanges.to_neighbours(uniform(1, LINK).at(), 1e9).seconds == 0
 
 
-def test_the_graph_says_how_messages_cross():
+def test_the_graph_decides_how_messages_cross():
     assert exchanges.crossing(methods.get("lt_admm")) is exchanges.to_neighbours
     complete = methods.get("lt_admm", graph="complete")
     assert exchanges.crossing(complete) == "gather"
@@ -129,7 +129,7 @@ def test_one_ring_is_a_ring_and_a_line_bounds_many():
     assert exchanges.by_rings(2)(wide, 4e9).transfer_s < ring.transfer_s
 
 
-def test_nobody_waits_for_a_slow_region_that_comes_alone():
+def test_a_slow_region_that_syncs_alone_delays_no_other():
     timeline = simulated("delayed_nesterov", 200, (1.0, 1.0, 1.0, 4.0))
     assert timeline.stall_s[0] == 0
     # There and back 2 (4 + 0.05) s, after 50 steps of the fastest each.

@@ -142,7 +142,7 @@ def test_bursts_of_busy_regions_are_not_named():
 
 
 @given(st.integers(0, 2**31), st.integers(1, 9))
-def test_the_median_of_what_is_known(seed, num):
+def test_the_median_leaves_out_unknown_values(seed, num):
     rng = np.random.default_rng(seed)
     values = rng.normal(size=(num, 2, 3))
     values[rng.random(values.shape) < 0.5] = np.nan
@@ -153,7 +153,7 @@ def test_the_median_of_what_is_known(seed, num):
     np.testing.assert_array_equal(faults._median(values), wanted)
 
 
-def test_of_fewer_than_three_regions_none_is_late_alone():
+def test_two_regions_never_report_a_late_message():
     watch = Messages(least=0.05)
     alone = np.full((3, 3), np.nan)
     alone[0, 1] = alone[1, 0] = 0.01
@@ -195,7 +195,7 @@ def test_a_message_that_never_comes_and_one_that_is_not_measured():
     assert watch.observe(seconds) == []  # It is back.
 
 
-def test_two_faults_at_once_and_that_of_two_regions_is_a_link():
+def test_two_faults_at_once_are_named_and_a_fault_of_two_regions_is_a_link():
     receiver = ("receiver", (3,))
     link = ("link", (0, 1))
     bad = cells_of(*receiver, 5) | cells_of(*link, 5)
@@ -212,7 +212,7 @@ def test_two_faults_at_once_and_that_of_two_regions_is_a_link():
         (None, None, "network", ()),
     ],
 )
-def test_in_a_simulated_run(source, target, kind, where):
+def test_a_slow_link_of_a_simulated_run_is_named(source, target, kind, where):
     """A tenth of the bandwidth from second 60 on; a sync every 5 s."""
     change = LinkChange(60.0, 1000.0, 0.1, source=source, target=target)
     topology = uniform(4, Link(0.1, 0.05), (change,))

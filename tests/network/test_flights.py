@@ -41,7 +41,7 @@ def test_an_outage_is_waited_out():
     assert arrivals(Channel(cost, (1.0, 3.0)), [(0.0, 2.0)]) == [4.0]
 
 
-def test_congestion_slows_what_is_left():
+def test_congestion_slows_the_remaining_bytes():
     def cost(time_s, num_bytes):
         return CollectiveCost(num_bytes * (4 if time_s >= 1 else 1), 0.0, (num_bytes,))
 

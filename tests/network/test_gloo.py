@@ -58,7 +58,7 @@ def test_seconds_of_phases_by_hand(state, phases, ends):
     assert seconds_of(state, phases, [0] * len(ends)) == ends
 
 
-def test_all_gather_of_two_that_begin_apart_by_hand():
+def test_an_all_gather_of_two_ranks_that_begin_apart_by_hand():
     # Rank 1 comes at 5 and has been told: its halves leave from 5 to 9 and to 13, and
     # are in at 10 and 14. Its "ready" leaves behind each, so rank 0 begins at 10 and
     # 14, and is done sending at 18.
@@ -96,7 +96,7 @@ def test_a_segment_is_a_mebibyte_at_most(num, num_bytes, segments):
 
 
 @given(st.integers(2, 6), st.integers(1, 10**8))
-def test_all_values_cross(num, num_values):
+def test_every_value_crosses(num, num_values):
     """Each rank passes on all chunks but one, in both phases of an all-reduce."""
     scatter, gather = gloo.all_reduce_phases(num, 4 * num_values)
     for phase in (scatter, gather):
@@ -141,7 +141,7 @@ def test_an_all_reduce_that_all_begin_at_once_is_monotone(state, num_bytes):
 
 @given(states(5), st.sampled_from(NAMES), st.floats(8, 3e7))
 @settings(max_examples=40, deadline=None)
-def test_it_is_never_below_its_slowest_link(state, name, num_bytes):
+def test_gloo_is_never_faster_than_its_slowest_link(state, name, num_bytes):
     num = state.num_regions
     hop = {"gloo": -1, "gloo_gather": 1}[name]
     ends, sent = gloo.exchange(state, name, num_bytes)
@@ -156,7 +156,7 @@ def test_an_order_gives_each_region_its_rank():
     assert collective_cost(state, "gloo", 20, (1, 0, 2)).bytes_sent == (24, 28, 28)
 
 
-def test_nothing_takes_no_time_and_a_cut_link_takes_for_ever():
+def test_no_bytes_take_no_time_and_a_cut_link_takes_for_ever():
     assert collective_cost(equal_state(3, 1.0), "gloo", 0).seconds == 0
     rate = np.array([[np.inf, 0.0], [1.0, np.inf]])
     cut = LinkState(rate, 1 - np.eye(2))

@@ -92,7 +92,7 @@ def test_regions_that_go_on_alone_are_simulated_by_the_formula_of_one():
 
 
 @pytest.mark.parametrize("quorum", [1, 3, 4])
-def test_a_quorum_is_simulated_as_its_formula_says(quorum):
+def test_a_simulated_quorum_equals_its_formula(quorum):
     drawn = simulated(FAILURES, 4, quorum, 0.0, 400 * DAY)
     assert drawn == pytest.approx(quorum_share(FAILURES, 4, quorum), rel=0.03)
 

@@ -13,7 +13,7 @@ from cocodc_jax.sync.schedules import adaptive, staggered
 FAST = uniform(2, Link(8.0, 0.0))
 
 
-def test_a_network_that_fits_keeps_the_wishes():
+def test_on_a_fast_network_a_plan_keeps_its_initial_values():
     # 4 fragments of 0.5 GB: T_s = 0.5 s, T_c = 1 s; 0.4 * 100 / 0.5 = 80 fit.
     plan = make_plan(FAST, Job(2e9, 1.0))
     assert (plan.num_fragments, plan.sync_interval) == (4, 100)

@@ -17,7 +17,7 @@ def ratios(size, row, interval=None):
     return out
 
 
-def test_the_published_values_lie_on_one_grid():
+def test_published_values_are_points_of_one_grid():
     # Every value decodes, and the grid is that of 50 points over four decades.
     decoded = {
         published.published_grid_gbps(value, value)

@@ -39,7 +39,7 @@ def test_data_parallel_by_hand():
     assert [s.merge_s for s in timeline.syncs] == [4.0, 8.0, 12.0]
 
 
-def test_what_hosts_do_besides_the_network_is_waited_for_too():
+def test_regions_wait_for_the_copies_of_their_hosts_too():
     busy = dataclasses.replace(work(2), host_bytes_per_s=4 * GB)
     timeline = simulate(PAIR, busy, staggered(1), 3)
     assert timeline.stall_s == (10.5, 10.5)
@@ -69,7 +69,7 @@ def test_streaming_by_hand():
     assert timeline.bytes_sent == (8 * GB, 8 * GB)
 
 
-def test_two_syncs_under_way_share_the_links():
+def test_two_syncs_in_flight_share_the_links():
     # 3 s of transfer from step 2, at 4 s another 3 s joins: the first is done at 5 s if
     # they go in turn, at 6 s if they share, and in 0.5 s later. Step 5 is done at 5 s.
     schedule = staggered(4, 2, 3)
@@ -84,7 +84,7 @@ def delays(timeline):
     return [s.merge_step - s.start_step for s in timeline.syncs]
 
 
-def test_a_measured_delay_is_what_syncs_take():
+def test_a_measured_delay_follows_the_time_of_syncs():
     # One slot, of 4 steps, until a sync of 3 s has been applied (at step 8) and told of
     # the one before it; the first knew of none, so what counts comes with the second.
     schedule = measured.staggered(8, 2, "auto")
@@ -107,7 +107,7 @@ def test_measured_slots_fill_the_share_of_the_network():
     assert delays(timeline)[-1] == 3
 
 
-def test_the_slowest_region_tells_what_a_sync_takes():
+def test_a_measured_delay_leaves_out_waiting_for_the_slowest_region():
     # Region 0 waits for region 1, too, which is no time of the network's.
     schedule = measured.staggered(8, 2, "auto")
     timeline = simulate(PAIR, work(2, 2, step_time_s=(0.5, 1.0)), schedule, 40)
@@ -115,7 +115,7 @@ def test_the_slowest_region_tells_what_a_sync_takes():
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_adaptive_transmission_serves_who_waits_longest(score):
+def test_adaptive_transmission_sends_the_fragment_that_waited_longest(score):
     timeline = simulate(PAIR, work(1, 1), adaptive(9, 2, 1, 3, score), 19)
 
     order = [(s.start_step, s.fragments[0]) for s in timeline.syncs]
@@ -170,7 +170,7 @@ def test_regions_that_come_alone_wait_alone():
     assert simulate(PAIR, larger, asynchronous(4), 8).stall_s == (0.0, 8.0)
 
 
-def test_a_quorum_waits_for_those_who_answer():
+def test_a_quorum_waits_only_for_its_members():
     # Region 1 is at 12 s after four steps, but its message is not waited for.
     quorum = dataclasses.replace(staggered(4, 1, 2), participating=(0,))
     timeline = simulate(PAIR, work(2, step_time_s=(1.0, 3.0)), quorum, 6)
@@ -178,7 +178,7 @@ def test_a_quorum_waits_for_those_who_answer():
     assert (sync.start_s, sync.arrival_s, sync.stall_s) == (4.0, 7.0, 1.0)
 
 
-def test_nobody_waits_without_a_schedule_or_others():
+def test_no_region_waits_without_a_schedule_or_another_region():
     timeline = simulate(PAIR, work(2, step_time_s=(1.0, 3.0)), None, 4)
     assert timeline.bytes_sent == (0.0, 0.0)
     assert (timeline.sim_s, timeline.utilization(), timeline.syncs) == (12.0, 1.0, ())
@@ -223,7 +223,7 @@ def test_layers_wait_inside_the_forward_pass():
     assert timeline.syncs[0].stall_s == pytest.approx(2.5)
 
 
-def test_of_a_strided_fragment_the_last_layer_leaves_first():
+def test_a_strided_fragment_sends_its_last_layer_first():
     sizes = work(3, 2, num_layers=5).messages((0, 1))
     assert sizes == [(layer, GB) for layer in (4, 3, 2, 1, 0)]
 
@@ -237,7 +237,7 @@ def test_times_between_events():
         timeline.times_s(7)
 
 
-def test_what_is_exposed_is_of_the_region_that_waits():
+def test_exposed_time_is_that_of_the_region_that_waits():
     """The fast one from 25 to 28, all of the flight; the slow one merges at 31.25."""
     slow = work(2, step_time_s=(1.0, 1.25))
     assert simulate(PAIR, slow, staggered(20, 1, 5), 25).exposed_s == 3.0
@@ -391,7 +391,7 @@ def test_a_better_network_is_never_slower(case, factor, latency_s):
 
 @settings(deadline=None)
 @given(runs)
-def test_no_overlap_waits_longest(case):
+def test_a_sync_without_overlap_is_never_faster(case):
     assume(type(case[0]) is type(staggered(1)))
     blocking = dataclasses.replace(case[0], delay_steps=0)
     assert run(case).sim_s <= run(case, schedule=blocking).sim_s * (1 + 1e-9)

@@ -169,7 +169,7 @@ def test_a_bad_batch_of_one_region_leaves_no_trace_in_memories(case, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", ["distributed_lion", "demo", "diloco", "dilocox"])
-def test_if_every_region_is_bad_the_mean_says_so(case, form):
+def test_if_every_region_is_bad_the_mean_is_nan(case, form):
     steps = 8 if case == "dilocox" else 4
     (*_, params), memories = FORMS[form](method_of(case), EVERYWHERE, steps, 3)
     assert np.isnan(params["w"]).any()
@@ -227,7 +227,7 @@ def test_weights_of_bad_messages_go_to_the_others():
     assert without_bad(messages, weights)[1].tolist() == [0, 1, 0]
 
 
-def test_a_residual_keeps_no_nan_of_what_a_compressor_does_not_send():
+def test_a_residual_keeps_no_nan_that_a_compressor_leaves_out():
     def encode(tree, state, key=None):
         return tree[:1], state
 
@@ -270,7 +270,7 @@ def test_a_region_without_a_vote_is_not_counted():
     assert lion.combine(messages, "majority").tolist() == [1, -1]
 
 
-def test_a_vote_of_nobody_is_nan():
+def test_a_vote_without_voters_is_nan():
     messages, _ = jax.vmap(lion.send)(GRADIENTS, jax.vmap(lion.init)(GRADIENTS))
     nobody = messages._replace(counted=jnp.zeros(4, jnp.uint8))
 

@@ -249,7 +249,7 @@ def exact_factors():
     return ADAPTIVE.with_sync(message=ranked)
 
 
-def test_a_run_is_its_formulas(exact_factors):
+def test_a_run_equals_the_formulas_of_the_paper(exact_factors):
     program, state = make(exact_factors)
     state, seen = train(program, state)
     expected, measured = reference(6, (6, 3, 1), 6)
@@ -267,7 +267,7 @@ def test_a_run_is_its_formulas(exact_factors):
     assert_close(seen, expected, 1e-4)
 
 
-def test_summed_factors_are_their_formulas():
+def test_summed_factors_equal_their_formulas():
     """PowerSGD's own order, all of it in float64."""
     method = fixed(2, sum_factors=True)
     with jax.enable_x64(True):
@@ -401,7 +401,7 @@ def test_each_rank_is_compiled_once():
     assert first == {(6, 3): 2, (3, 3): 1, (3, 6): 1, (6, 6): 0}
 
 
-def test_all_shards_measure_the_same_ranks(real):
+def test_shards_measure_the_same_ranks(real):
     """Blocks of two regions, and each on its own."""
     _, seen = train(*make(ADAPTIVE, num_shards=4))
     assert [row[:4] for row, *_ in seen] == [row[:4] for row in real[2]]
@@ -435,7 +435,7 @@ def test_adopted_it_goes_on_at_its_rank(sum_factors):
 
 
 @pytest.mark.parametrize("is_carried", [False, True])
-def test_who_joins_does_so_at_the_rank_of_the_others(is_carried):
+def test_a_region_joins_at_the_rank_of_the_others(is_carried):
     """The region that joins was cut off at the first rank, or has just begun."""
     place = Place(0, ("127.0.0.1:1", "127.0.0.1:2"), b"k" * 32)
     one = RegionProgram(

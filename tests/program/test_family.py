@@ -165,7 +165,7 @@ def test_every_method_is_here():
     assert OPTIONS.keys() == methods.METHODS.keys()
 
 
-def test_it_lowers_the_loss(program, name):
+def test_every_method_lowers_the_loss(program, name):
     state, outputs = trained(name)
     after = loss_of(jax.device_get(program.mean_params(state)))
     assert after < 0.9 * loss_of(tiny.make_params())
@@ -238,7 +238,7 @@ def test_a_restored_run_goes_on_bit_for_bit(program, tmp_path):
     tiny.assert_same(*ends)
 
 
-def test_nothing_compiles_after_the_first_cycle(program):
+def test_no_program_is_compiled_after_the_first_cycle(program):
     state, _ = finish(program, tiny.start(program), NUM_STEPS)
     with tiny.compilations() as seen:
         finish(program, state, NUM_STEPS)

@@ -142,7 +142,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize("limit", mostly_slow(LIMITS, quick=QUICK))
-def test_at_a_limit_it_is_a_simpler_method(limit):
+def test_at_its_limit_a_method_is_a_simpler_one(limit):
     method, simpler, regions = LIMITS[limit]
     assert_within_ulps(trained(method, regions), trained(simpler, regions))
 
@@ -151,7 +151,7 @@ def train(method, targets=TARGETS, **options):
     return quadratic.run(quadratic.make(method, **options), targets)
 
 
-def test_of_one_region_it_is_its_optimizer():
+def test_with_one_region_a_method_is_its_optimizer():
     """No gradient is exactly zero, which Lion does not move by and one bit cannot."""
     lion = optax.lion(LR, 0.9, 0.99, weight_decay=0.0)
     parallel = train(methods.get("data_parallel"), regions=1, optimizer=lion)
@@ -159,7 +159,7 @@ def test_of_one_region_it_is_its_optimizer():
     assert_within_ulps(trained(of("lt_admm"), 1)[0], trained(of("apart"), 1)[0])
 
 
-def test_gpa_whose_averages_are_one_is_nesterov():
+def test_gpa_with_equal_interpolations_is_nesterov():
     """Of the inner steps, times 1 - mu; and `snoo` with an outer step at each."""
     mu = 0.8
     averaged = methods.get("gpa", eval_interpolation=mu, train_interpolation=mu)
@@ -173,7 +173,7 @@ def test_gpa_whose_averages_are_one_is_nesterov():
     assert_within_ulps(local, trained(outer, 1)[0])
 
 
-def test_before_its_first_sync_it_is_training_apart():
+def test_before_its_first_sync_diloco_trains_regions_apart():
     local, _ = trained(of("diloco", sync_interval=13))
     apart, _ = trained(of("apart"))
     assert_within_ulps(local, apart)
@@ -231,7 +231,7 @@ def test_moments_of_regions_that_see_the_same_are_one_region_s(name):
     assert_within_ulps(outer, jax.tree.map(lambda x: x[0], alone), 100)
 
 
-def test_a_pair_that_is_everyone_needs_no_pairs():
+def test_noloco_with_two_regions_averages_over_both():
     noloco = methods.get("noloco", sync_interval=4)
     everyone = dataclasses.replace(noloco.sync.outer, group="all")
     expected = train(noloco.with_sync(outer=everyone), regions=2)

@@ -50,7 +50,7 @@ def test_a_fragment_that_arrives_late_moves_its_part_of_a_copy(by_programs):
     assert_all_close(by_transform, by_programs, rtol=1e-4, atol=1e-5)
 
 
-def test_and_in_one_program_with_the_inner_steps(by_programs):
+def test_copies_move_the_same_in_one_program_with_the_inner_steps(by_programs):
     program, by_windows = trained("yes")
     assert program._syncs._segments is not None
     assert_all_close(by_windows, by_programs, rtol=1e-5, atol=1e-6)

@@ -87,7 +87,7 @@ def test_the_check_catches_the_gradient_of_replicated_parameters():
 
 
 @pytest.mark.parametrize(("length", "data", "model"), [(4, 1, 1), (2, 2, 2)])
-def test_compiled_steps_send_nothing_to_another_region(length, data, model):
+def test_compiled_steps_send_nothing_between_regions(length, data, model):
     """The jaxpr cannot show what the compiler adds for axes inside a region."""
     mesh = make_mesh(length, data, model)
     program = tiny.make_program("diloco", mesh, param_specs=tiny.SPECS)
@@ -220,7 +220,7 @@ def test_the_first_steps_are_those_of_a_scan(num_steps):
         assert not x[num_steps:].any()
 
 
-def test_what_is_behind_the_last_step_is_not_looked_at():
+def test_batches_after_the_last_step_are_not_read():
     xs = jax.tree.map(
         lambda x: np.concatenate([x, np.full_like(x, np.nan)]), numbers(5)
     )

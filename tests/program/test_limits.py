@@ -135,7 +135,7 @@ def regression(num_steps=12, rule=None, **options):
     return tiny.host((state.region.params, state.sync.outer)), state
 
 
-def test_without_a_delay_nothing_is_left_out():
+def test_without_a_delay_merge_feedback_changes_nothing():
     ends = []
     for has_feedback in (True, False):
         _, state = regression(
@@ -145,7 +145,7 @@ def test_without_a_delay_nothing_is_left_out():
     assert_within_ulps(*ends)
 
 
-def test_what_compensation_drops_is_told_as_what_the_mix_drops():
+def test_compensation_feeds_back_the_same_progress_as_the_mix():
     """With rho = lambda = alpha isotropic compensation is the mix, feedback and all."""
     mixed, compensated = (
         methods.get(name, merge_feedback=True, **options).sync.merge
@@ -170,12 +170,12 @@ def test_what_compensation_drops_is_told_as_what_the_mix_drops():
         ({"merge_rule": "replay"}, "has no effect where"),
     ],
 )
-def test_where_nothing_can_be_remembered_it_is_refused(options, message):
+def test_merge_feedback_is_refused_without_a_memory(options, message):
     with pytest.raises(ValueError, match=message):
         regression(0, delay_steps=2, merge_feedback=True, **options)
 
 
-def test_every_fragment_must_have_what_remembers():
+def test_merge_feedback_needs_a_memory_for_every_fragment():
     params = {"a": jnp.ones((4, 4)), "b": jnp.ones(4)}
     method = methods.get(
         "streaming_diloco",
@@ -188,7 +188,7 @@ def test_every_fragment_must_have_what_remembers():
         check_feedback(method, fragments, params)
 
 
-def test_compensation_that_keeps_all_progress_has_nothing_to_tell():
+def test_merge_feedback_is_refused_if_a_merge_keeps_all_progress():
     with pytest.raises(ValueError, match="or lower mixing_alpha or progress_weight"):
         methods.get("cocodc", merge_feedback=True)
 

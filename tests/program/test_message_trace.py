@@ -25,7 +25,7 @@ def test_a_message_passes_few_files(trace):
     assert {"engine/executor.py", "core/sync.py"} <= both
 
 
-def test_the_page_says_what_the_trace_saw(trace):
+def test_the_page_has_the_lines_of_the_trace(trace):
     module, message = trace
     page = module.PAGE.read_text()
     assert module.replaced(page, module.lines(message)) == page

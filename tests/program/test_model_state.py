@@ -72,7 +72,7 @@ STREAMING = cc.methods.get(
     ],
     ids=lambda x: getattr(x, "name", None),
 )
-def test_regions_average_it_where_their_parameters_are(method, average, averaged_at):
+def test_a_model_state_is_averaged_when_parameters_are(method, average, averaged_at):
     program = make(method, average)
     plain = cc.RegionProgram(
         lambda p, b, key: (jnp.sum(p["w"] ** 2), {}), optax.sgd(0.1), method, PARAMS, 4
@@ -119,7 +119,7 @@ def test_a_state_that_is_not_finite_is_left_out_where_a_message_would_be():
     assert ends[1].bytes_sent - ends[2].bytes_sent == 4 + 4
 
 
-def test_where_no_state_is_finite_each_region_keeps_its_own():
+def test_if_no_state_is_finite_each_region_keeps_its_own():
     def endless(params, state, batch, key):
         low = jnp.minimum(state["low"], batch.min() + 9)
         return jnp.sum(params["w"] ** 2), ({}, {"low": low, "never": state["never"]})
@@ -181,7 +181,7 @@ def test_merges_see_the_state_of_the_region(curvature):
     np.testing.assert_allclose(of_state, of_constant, rtol=1e-6)
 
 
-def test_it_is_saved_and_restored_bit_for_bit(tmp_path):
+def test_a_model_state_is_restored_bit_for_bit(tmp_path):
     program = make(STREAMING)
     state, _ = finish(program, begun(program), 4)
     assert state.sync.in_flight
@@ -189,7 +189,7 @@ def test_it_is_saved_and_restored_bit_for_bit(tmp_path):
     assert_same(*(finish(program, s, 4)[0].region for s in (state, restored)))
 
 
-def test_an_evaluation_is_given_it():
+def test_an_evaluation_gets_the_model_state():
     program = make(cc.methods.get("diloco", sync_interval=4))
     state, _ = finish(program, begun(program), 4)
 
@@ -204,7 +204,7 @@ def test_an_evaluation_is_given_it():
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
-def test_it_lies_where_regions_are_divided():
+def test_a_model_state_is_replicated_inside_a_region():
     mesh = cc.make_mesh(2, data=2, devices=jax.devices()[:4])
     program = make(cc.methods.get("data_parallel"), mesh=mesh)
     batches = np.concatenate([BATCHES, BATCHES[:, :, :1]], 2)  # Even over `data`.
@@ -229,7 +229,7 @@ def test_it_lies_where_regions_are_divided():
         ),
     ],
 )
-def test_what_a_loss_returns_is_checked(returned, message):
+def test_invalid_results_of_a_loss_are_refused(returned, message):
     program = make(
         cc.methods.get("diloco"), loss=lambda p, s, b, k: (p["w"].sum(), returned(s))
     )
@@ -240,7 +240,7 @@ def test_what_a_loss_returns_is_checked(returned, message):
 @pytest.mark.parametrize(
     ("name", "how"), [("noloco", "with neighbours alone"), ("mla", "one by one")]
 )
-def test_a_method_whose_regions_have_no_average_is_refused(name, how):
+def test_methods_without_an_average_of_regions_are_refused(name, how):
     with pytest.raises(ValueError, match=f"method='{name}' exchange {how}; use"):
         make(cc.methods.get(name))
 
@@ -249,6 +249,6 @@ def test_a_method_whose_regions_have_no_average_is_refused(name, how):
     ("leaf", "message"),
     [(0.5, "'x' of type float, which is no arr"), (KEY, "a PRNG key")],
 )
-def test_what_is_no_state_is_refused(leaf, message):
+def test_invalid_leaves_of_a_model_state_are_refused(leaf, message):
     with pytest.raises(ValueError, match=message):
         cc.ModelState({"x": leaf})

@@ -97,7 +97,9 @@ class TestArrays:
         assert outer_bytes == sum(program.fragments.num_bytes)
 
     @pytest.mark.parametrize("exchange", ["program", "outer"])
-    def test_regions_of_one_cpu_have_the_outer_state_beside_them(self, exchange):
+    def test_the_outer_state_of_regions_of_one_cpu_is_on_the_device_of_its_exchange(
+        self, exchange
+    ):
         """In the program on their own device, outside of it on the outer one."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
         program = tiny.make_program(
@@ -110,7 +112,9 @@ class TestArrays:
         assert {device for x in outer for device in x.devices()} == {beside}
 
     @pytest.mark.parametrize("name", ["cocodc_hessian", "diloco"])
-    def test_where_the_outer_state_lies_changes_no_number(self, monkeypatch, name):
+    def test_the_placement_of_the_outer_state_changes_no_number(
+        self, monkeypatch, name
+    ):
         """Nor that events are among the inner steps there."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
         beside = trained(tiny.make_program(name, mesh))
@@ -146,7 +150,7 @@ def trained_narrow(method, num_steps):
     return program, *tiny.finish(program, state, num_steps)
 
 
-def test_narrow_parameters_where_nothing_is_promoted():
+def test_bfloat16_training_needs_no_implicit_promotion():
     def loss_fn(params, batch, key):
         return jnp.mean((params["w"][None] - batch) ** 2), {}
 
@@ -166,7 +170,7 @@ def test_narrow_parameters_where_nothing_is_promoted():
 
 
 class TestCompilation:
-    def test_nothing_compiles_after_the_first_cycle(self, method_name):
+    def test_no_program_is_compiled_after_the_first_cycle(self, method_name):
         program = tiny.shared_program(method_name)
         state, _ = tiny.finish(program, tiny.start(program), 12)
         with tiny.compilations() as compiled:
@@ -184,7 +188,7 @@ class TestCompilation:
             ("streaming_diloco", 1),
         ],
     )
-    def test_nothing_is_moved_unasked(self, name, length):
+    def test_no_array_is_transferred_implicitly(self, name, length):
         """A single device otherwise takes host batches in with its other arguments."""
         program = tiny.shared_program(name)
         if length == 1:
@@ -244,7 +248,7 @@ class TestBatches:
         assert MAX_SCAN_STEPS == 100
         assert [taken for _, taken in steps] == [100, 100, 1]
 
-    def test_batches_may_lie_on_the_mesh_already(self):
+    def test_batches_may_be_on_the_mesh_already(self):
         program = tiny.shared_program("diloco")
         batches = stacked(0, 2)
         ends = (
@@ -305,7 +309,7 @@ ADAM_OF_SOME = optax.partition(
         (COCODC | {"optimizer": ADAM_OF_SOME}, "leaves some to others"),
     ],
 )
-def test_what_makes_no_program_is_refused(options, message):
+def test_invalid_arguments_of_a_program_are_refused(options, message):
     options = {"method": methods.get("diloco"), "optimizer": optax.sgd(0.1)} | options
     with pytest.raises(ValueError, match=message):
         tiny.program_of(**options)

@@ -192,7 +192,7 @@ def test_against_numpy(case):
             assert sorted(left_out[step, k]) == out, (step, k)
 
 
-def test_nobody_left_out_changes_nothing():
+def test_without_an_outlier_exclude_above_changes_no_number():
     """The flag on, and nothing to leave out: the same numbers."""
 
     def quiet():
@@ -224,7 +224,7 @@ def test_an_outlier_is_one_whatever_the_mean_is_of(averaging):
     assert verdict == {0: "outlier", 2: "not finite"}
 
 
-def test_what_was_not_sent_is_forgotten_and_the_rate_goes_on():
+def test_a_restored_region_has_new_moments_and_the_learning_rate_of_its_step():
     method = DILOCO(exclude_above=5.0, compress="ef+int8")
     optimizer = optax.adam(optax.linear_schedule(0.1, 0.0, 100))
     program = RegionProgram(loss_fn, optimizer, method, PARAMS, R)
@@ -243,7 +243,7 @@ def test_what_was_not_sent_is_forgotten_and_the_rate_goes_on():
 
 
 @pytest.mark.parametrize("curvature", ["adam_second_moment", "hessian_vector"])
-def test_a_region_whose_adam_has_no_step_yet_is_merged_as_others_are(curvature):
+def test_a_region_restored_at_a_merge_gets_the_outer_model(curvature):
     """Region 2 is restored as it merges, its inner optimizer fresh."""
     method = methods.get(
         "cocodc",

@@ -82,7 +82,7 @@ def test_both_forms_give_the_same_numbers(case):
 
 @pytest.mark.parametrize("case", ["streaming, feedback", "cocodc"])
 @pytest.mark.parametrize("cut", [6, 7])
-def test_a_checkpoint_in_the_middle_changes_nothing(tmp_path, case, cut):
+def test_a_checkpoint_in_the_middle_changes_no_number(tmp_path, case, cut):
     """At the step of a start, which then leaves by itself; and with it in flight."""
     windows = program(case, "yes")
     expected, _ = tiny.trained(windows, NUM_STEPS)
@@ -138,7 +138,7 @@ def test_windows_are_few_and_traced_once(case, windows, monkeypatch):
     assert sorted(made) == windows
 
 
-def test_outer_state_lies_divided_in_host_memory():
+def test_outer_state_of_windows_is_sharded_in_host_memory():
     windows = program("streaming", "yes")
     outer = tiny.start(windows).sync.outer
     for leaf in jax.tree.leaves(outer):
@@ -180,7 +180,7 @@ def test_a_run_is_adopted_by_the_other_form_with_other_fragments(old):
         ("diloco", {}, 4, "all regions share the same devices"),
     ],
 )
-def test_what_cannot_be_fused_is_refused(method, transport, data_axis, message):
+def test_unsupported_overlap_is_refused(method, transport, data_axis, message):
     mesh = make_mesh(tiny.NUM_REGIONS, data_axis, devices=jax.devices()[:4])
     transport = Transport(overlap="yes", **transport)
     with pytest.raises(ValueError, match=f"overlap='yes' is not possible: {message}"):

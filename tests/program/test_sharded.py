@@ -81,7 +81,7 @@ def test_regions_of_one_device_make_the_same_run(how, name):
     ("name", "data"),
     [pytest.param("cocodc_hessian", 1, marks=pytest.mark.slow), ("cocodc", 2)],
 )
-def test_where_moments_lie_changes_no_number(name, data):
+def test_the_memory_of_moments_changes_no_number(name, data):
     """Also where merges read them, and where devices divide them."""
     mesh = make_mesh(4, data, 1, jax.devices()[:4])
     specs = P() if data == 1 else P("data")
@@ -97,7 +97,7 @@ def test_where_moments_lie_changes_no_number(name, data):
     assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
 
 
-def test_memory_that_cannot_be_had_is_named(monkeypatch):
+def test_unsupported_memory_is_refused(monkeypatch):
     robust = methods.get("streaming_diloco", exclude_above=3.0)
     with pytest.raises(ValueError, match="which puts regions back; use 'device'"):
         memory_kind("host", make_mesh(4), robust)
@@ -106,7 +106,7 @@ def test_memory_that_cannot_be_had_is_named(monkeypatch):
         tiny.make_program("cocodc", optimizer_memory="host")
 
 
-def test_optimizer_state_lies_as_its_parameters():
+def test_optimizer_state_is_sharded_as_its_parameters():
     program = tiny.sharded_program("cocodc", 2, 2, 2)
     mesh = program.mesh
     state, _ = tiny.finish(program, tiny.start(program), 2)

@@ -176,7 +176,7 @@ def test_without_a_delay_regions_take_the_outer_parameters_in_measured_slots():
 @pytest.mark.parametrize(
     "compress", mostly_slow([None, "int8", "ef+topk:0.1"], quick=[None, "ef+topk:0.1"])
 )
-def test_every_region_gets_the_times_of_all_beside_the_mean(compress):
+def test_times_of_all_regions_arrive_with_the_mean(compress):
     part = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, "f4")}
     compressor = compress and compression.parse(compress)
     mean_of = Compressed(compressor).combine if compressor else None
@@ -215,7 +215,7 @@ def test_the_bytes_of_the_times_are_counted():
     assert one("auto", "int8") - one(2, "int8") == 8
 
 
-def test_a_checkpoint_keeps_what_is_on_its_way(tmp_path):
+def test_a_checkpoint_keeps_times_in_flight(tmp_path):
     program = make_tiny(delay_steps="auto")
     state, _ = train(program, (0.5, 1.3), num_steps=7)
     assert state.sync.in_flight

@@ -103,7 +103,7 @@ def test_the_same_program_goes_on_bit_for_bit(name, options):
     assert_same(host(finish(other, state, 7)), expected)
 
 
-def test_regions_that_are_alike_may_be_any_number():
+def test_a_run_of_equal_regions_goes_on_with_any_number():
     """All train on the same: 4, then 2, then 8 are one run, mid-interval too."""
     batches = np.repeat(BATCHES[:, :1], 8, axis=1)
     programs = [make("diloco", regions, sync_interval=5) for regions in (4, 2, 8)]
@@ -127,7 +127,7 @@ def test_regions_that_are_alike_may_be_any_number():
     assert len({key.tobytes() for key in np.asarray(state.region.key)}) == 8
 
 
-def test_what_regions_did_since_the_last_sync_is_in_the_mean():
+def test_progress_since_the_last_sync_is_kept_as_a_mean():
     program = make("diloco", sync_interval=5)
     fewer = make("diloco", 2, sync_interval=5)
     state = finish(program, start(program), 7)
@@ -138,7 +138,7 @@ def test_what_regions_did_since_the_last_sync_is_in_the_mean():
     assert_same(fewer.outer_params(state), outer)
 
 
-def test_another_method_and_cut():
+def test_another_method_cuts_the_outer_state_in_its_fragments():
     """DiLoCo's one fragment is cut in two, its momentum too."""
     old = make("diloco", sync_interval=5)
     new = make("cocodc", **FRAGMENTS)
@@ -158,7 +158,7 @@ def test_another_method_and_cut():
     assert after.sync.schedule.last_start != (7, 7)
 
 
-def test_another_mesh_cuts_nothing_anew():
+def test_another_mesh_loses_nothing():
     def on(**axes):
         mesh = cc.make_mesh(2, devices=jax.devices()[:4], **axes)
         return make("streaming_diloco", 2, mesh=mesh, **FRAGMENTS, compress="ef+int4")
@@ -176,14 +176,14 @@ def test_a_program_that_is_used_no_more_is_freed():
     assert executor() is None
 
 
-def test_another_interval_loses_the_schedule_alone():
+def test_another_interval_loses_only_the_schedule():
     new = make("diloco", sync_interval=4)
     state, _, lost = adopted(new, make("diloco", sync_interval=5), 7)
     assert lost == {"schedule": "it begins after step 7"}
     assert new.steps_to_event(state) == 1
 
 
-def test_another_optimizer_goes_on_in_its_learning_rates():
+def test_another_optimizer_continues_the_learning_rate_schedule():
     rate = optax.linear_schedule(0.1, 0.0, 10)
     old = make("diloco", optimizer=optax.adamw(rate), sync_interval=5)
     new = make("diloco", optimizer=optax.sgd(rate), sync_interval=5)
@@ -199,7 +199,7 @@ def test_another_optimizer_goes_on_in_its_learning_rates():
     assert_same(finish(new, there, 1).region.params, params)
 
 
-def test_what_is_in_flight_is_applied_at_once():
+def test_a_fragment_in_flight_is_applied_at_once():
     """At step 4, one after it left, it is as with a delay of one step."""
     old = streaming()
     short = streaming(delay_steps=1)
@@ -215,7 +215,7 @@ def test_what_is_in_flight_is_applied_at_once():
     assert_within_ulps(state.region.params, params)
 
 
-def test_what_cannot_be_applied_is_dropped_and_named():
+def test_a_fragment_in_flight_that_cannot_be_applied_is_dropped_and_named():
     adam = optax.adam(0.1)
     old = make("cocodc", optimizer=adam, curvature="hessian_vector", **FRAGMENTS)
     new = make("diloco", optimizer=adam, sync_interval=5)
@@ -294,7 +294,7 @@ def test_a_models_state_goes_along():
     assert lost == {"model_state": "mean was float32[3] and is not there"}
 
 
-def test_another_model_is_refused():
+def test_a_state_of_another_model_is_refused():
     old = make("diloco")
     params = PARAMS | {"b": np.zeros(4, np.float32)}
     new = cc.RegionProgram(loss_fn, SGD, cc.methods.get("diloco"), params, 4)
@@ -309,7 +309,7 @@ def regional(optimizer):
     return jax.vmap(optimizer.init)({"w": jnp.ones((2, 3))})
 
 
-def test_schedules_count_the_steps_and_nothing_else_does():
+def test_only_counts_of_schedules_are_set_to_the_step():
     rate = optax.linear_schedule(0.1, 0.0, 100)
     scheduled = optax.inject_hyperparams(optax.adamw)(learning_rate=rate)
     state = regional(optax.chain(scheduled, optax.scale_by_schedule(rate)))

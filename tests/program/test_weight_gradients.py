@@ -54,7 +54,7 @@ def transposed_products(fn, *args):
 
 
 @pytest.mark.parametrize("loss", [two_layers, layers_in_a_scan, checkpointed])
-def test_no_product_is_transposed_and_gradients_differ_by_rounding(loss):
+def test_products_are_not_transposed_and_gradients_differ_by_rounding(loss):
     gradient = jax.value_and_grad(loss)
     quick = in_quick_order(gradient)
     assert transposed_products(gradient, *inputs()) > 0

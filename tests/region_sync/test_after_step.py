@@ -46,7 +46,7 @@ def assert_like_the_program(case, sync, params, state):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_after_a_step_on_one_device_it_is_the_program(case):
+def test_after_step_on_one_device_trains_what_the_program_does(case):
     name, options = CASES[case]
     params = plain.stacked(plain.make_params())
     sync = cc.RegionSync(cc.methods.get(name, **options), params, plain.NUM_REGIONS)
@@ -55,7 +55,7 @@ def test_after_a_step_on_one_device_it_is_the_program(case):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_over_a_mesh_of_the_trainers_own(axis_type):
+def test_after_step_keeps_the_shardings_of_the_trainers_mesh(axis_type):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("fsdp", "pods"), axis_types=(axis_type,) * 2)
     specs = {"blocks": {"w": P("pods", None, "fsdp")}, "head": P("pods", "fsdp")}
@@ -115,7 +115,7 @@ def test_a_step_without_an_event_returns_the_tree_itself():
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_a_merge_takes_the_memory_of_the_old_tree_unless_told_not_to(donate):
+def test_a_merge_donates_the_old_tree_unless_donate_is_false(donate):
     options = {"sync_interval": 2, "num_fragments": 1, "delay_steps": 1}
     sync, params = small_sync("streaming_diloco", options, donate=donate)
     state = sync.init(params)
@@ -178,7 +178,7 @@ def test_a_note_of_another_method_is_refused():
         other.abstract(note)
 
 
-def test_landing_merges_what_is_in_flight():
+def test_landing_merges_the_fragments_in_flight():
     sync, params = small_sync("streaming_diloco", OVERLAPPED | {"mixing_alpha": 0.0})
     state = sync.init(params)
 
@@ -193,7 +193,7 @@ def test_landing_merges_what_is_in_flight():
     assert len(started) == 1
 
 
-def test_the_mean_of_the_regions():
+def test_mean_params_is_the_mean_of_the_regions():
     sync, params = small_sync()
     params["a"] = jnp.stack([jnp.zeros(4), jnp.ones(4)])
     mean = sync.mean_params(params, sync.init(params))

@@ -45,7 +45,7 @@ def test_entering_moves_no_byte_where_the_regions_are_not_the_first_axis():
     assert buffers(left) == before
 
 
-def test_what_enters_is_donated():
+def test_arrays_that_enter_are_donated():
     x = put(mesh_of(pods=2), (2, 8), "pods")
     layout_of({"w": x}, 2, "stacked").enter({"w": x})
     assert x.is_deleted()
@@ -57,7 +57,7 @@ def test_one_array_at_two_paths_enters_as_two():
     np.testing.assert_array_equal(entered["a"], entered["b"])
 
 
-def test_another_order_of_devices_is_entered_without_a_move():
+def test_arrays_on_another_order_of_devices_enter_without_a_move():
     # The engine has the regions first, so that its devices are in another order.
     x = put(mesh_of(fsdp=2, pods=2), (2, 8), "pods", "fsdp")
     layout = layout_of({"w": x}, 2, "stacked")
@@ -124,6 +124,6 @@ def test_an_array_of_other_shards_is_moved():
         ),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused(arrays, message):
+def test_arrays_without_a_layout_are_refused(arrays, message):
     with pytest.raises(ValueError, match=message):
         layout_of(arrays, 2, "stacked")

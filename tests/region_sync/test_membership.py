@@ -176,7 +176,7 @@ def test_a_folder_for_messages_is_made_or_refused(tmp_path):
         Region(one)
 
 
-def test_without_elastic_regions_joining_changes_nothing():
+def test_joining_without_elastic_regions_changes_nothing():
     params = {"w": jnp.zeros((2, 4))}
     sync = cc.RegionSync("diloco", params, 2)
     state = sync.init(params)
@@ -194,7 +194,7 @@ class Linear(nnx.Module):
         self.layer = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
 
 
-def test_two_different_trainers_in_one_run():
+def test_two_different_trainers_take_part_in_one_run():
     """One is a Flax NNX module with Adam, one a dict with SGD."""
     method = cc.methods.get("streaming_diloco", **OVERLAPPED)
     one, two = places(2)
@@ -264,7 +264,7 @@ def test_two_different_trainers_in_one_run():
     np.testing.assert_array_equal(of_module, of_dict)
 
 
-def test_regions_of_other_runs_are_told_apart():
+def test_regions_of_other_runs_are_refused():
     one, two = places(2, timing=Timing(beat_s=0.05, start_s=5))
     other = Region(two, options=OVERLAPPED | {"sync_interval": 8})
     region = Region(one)

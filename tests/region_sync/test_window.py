@@ -104,7 +104,7 @@ def test_with_overlap_the_window_takes_the_place_of_after_step():
         (lambda c: c["params"], {"again": "params"}, "holds one array twice"),
     ],
 )
-def test_what_cannot_be_picked_out_of_a_carry_is_refused(pick, change, message):
+def test_an_invalid_pick_of_a_carry_is_refused(pick, change, message):
     sync, carry = small()
     carry |= {name: carry[other] for name, other in change.items()}
     with pytest.raises(ValueError, match=message):

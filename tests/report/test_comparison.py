@@ -109,7 +109,9 @@ def of_unequal_bytes():
     ]
 
 
-def test_losses_are_compared_at_the_bytes_of_who_sends_least(of_unequal_bytes):
+def test_losses_are_compared_at_the_bytes_of_the_method_that_sends_least(
+    of_unequal_bytes,
+):
     """The least of its seeds."""
     comparison = compare(of_unequal_bytes)
     assert comparison["equal_bytes_method"] == "short"
@@ -131,7 +133,7 @@ def test_losses_at_the_bytes_of_a_target(of_unequal_bytes):
     assert comparison["methods"]["short"]["loss_at_equal_bytes"] is None
 
 
-def test_a_target_that_sends_nothing_has_no_bytes_to_compare_at(of_unequal_bytes):
+def test_without_a_target_that_sends_another_method_gives_the_bytes(of_unequal_bytes):
     assert compare(of_unequal_bytes, "none")["equal_bytes_method"] == "short"
     assert compare(of_unequal_bytes[-2:])["equal_bytes"] is None
 
@@ -200,7 +202,7 @@ def render(runs):
     return text, checker
 
 
-def test_page_is_sound_and_fetches_nothing():
+def test_page_is_valid_and_fetches_nothing():
     runs = [run(m, s) for m in ("data_parallel", "diloco", "cocodc") for s in (0, 1)]
     text, checker = render(runs)
 
@@ -215,7 +217,7 @@ def test_page_is_sound_and_fetches_nothing():
     assert "<details>\n<summary>Configuration" in text
 
 
-def test_page_says_what_there_is_none_of():
+def test_page_explains_missing_losses_and_steps():
     """A loss at equal bytes where the evaluations do not reach, and steps to target."""
     runs = [
         evaluated("target", 0, [(10, 4.0), (20, 2.0)]),
@@ -238,7 +240,7 @@ def test_page_says_what_there_is_none_of():
     assert "Loss at" not in page.results_note(alone)
 
 
-def test_page_escapes_what_it_is_given():
+def test_page_escapes_names_configurations_and_captions():
     text, checker = render([run("<i>mine</i>")])
     # A row of each of two tables.
     assert "".join(checker.cells).count("<i>mine</i>") == 2

@@ -42,7 +42,7 @@ def test_bytes_are_on_a_log_axis_with_every_method_named():
     assert [line.get_label() for line in axes.lines] == list(METHODS)
 
 
-def test_what_sends_nothing_has_no_plot_of_bytes():
+def test_runs_that_send_nothing_have_no_plot_of_bytes():
     alone = run("snoo")
     summary = alone.summary | {"bytes_sent_per_region": 0}
     with pytest.raises(ValueError, match="no run has sent anything"):
@@ -58,7 +58,7 @@ def test_gantt_has_a_row_for_each_fragment_and_none_without_syncs():
         plots.fragments_in_flight([run("data_parallel")])
 
 
-def test_gantt_shows_the_whole_run_or_says_what_it_leaves_out(monkeypatch):
+def test_gantt_shows_the_full_run_or_says_how_much_it_leaves_out(monkeypatch):
     (axes,) = plots.fragments_in_flight([run("diloco")]).axes
     assert axes.get_xlim()[1] == pytest.approx(300, abs=1)
     assert axes.get_xlabel() == "inner steps"

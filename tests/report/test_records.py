@@ -120,7 +120,7 @@ def test_an_offset_that_is_no_record_end_is_refused(tmp_path, offset):
 
 
 @pytest.mark.parametrize("records", [[EVAL, train(6)], [train(6)], []])
-def test_a_run_whose_records_were_cut_is_damaged(tmp_path, records):
+def test_a_run_without_its_last_records_is_damaged(tmp_path, records):
     """By whole lines, so that what is left can be read."""
     summary = {"method": "diloco", "seed": 0, "steps": 8, "eval_loss": 1.5}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
@@ -139,13 +139,13 @@ def test_a_run_whose_records_were_cut_is_damaged(tmp_path, records):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused(tmp_path, value):
+def test_records_that_are_not_finite_are_refused(tmp_path, value):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write(tmp_path, [EVAL | {"eval_loss": value}])
     assert read_records(tmp_path / "metrics.jsonl") == []
 
 
-def test_no_such_quantity_is_none(tmp_path):
+def test_a_missing_quantity_is_none(tmp_path):
     write(tmp_path, [EVAL | {"eval_loss_outer": None}])
     (record,) = read_records(tmp_path / "metrics.jsonl")
     assert record["eval_loss_outer"] is None
@@ -191,7 +191,7 @@ def tf_events(data):
         data = data[16 + length :]
 
 
-def test_what_ended_a_run_is_not_hidden_by_a_disk_that_is_full(tmp_path):
+def test_a_full_disk_does_not_hide_the_error_that_ended_a_run(tmp_path):
     def full(*_):
         raise OSError("full")
 
@@ -207,7 +207,7 @@ def test_what_ended_a_run_is_not_hidden_by_a_disk_that_is_full(tmp_path):
     assert writer._file.closed
 
 
-def test_a_mirror_whose_thread_has_ended_is_named_and_not_waited_for(
+def test_a_mirror_whose_thread_has_ended_is_refused_without_waiting(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(_EventLoggerThread, "run", lambda _: None)

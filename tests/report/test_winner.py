@@ -5,7 +5,7 @@ from cocodc_jax.report.winner import won
 from tests.report.made_up import run
 
 
-def test_those_win_that_no_other_beats_at_their_bytes():
+def test_methods_that_no_other_beats_at_their_bytes_win():
     runs = [run("data_parallel", end=1.2), run("diloco", end=1.6)]
     runs.append(run("cocodc", end=1.7, num_fragments=4))
     sentence = won(compare(runs))
@@ -15,7 +15,7 @@ def test_those_win_that_no_other_beats_at_their_bytes():
     assert sentence.endswith("One seed gives no order between close losses.")
 
 
-def test_where_each_has_less_loss_for_more_bytes_none_wins():
+def test_if_less_loss_always_costs_more_bytes_none_wins():
     runs = [run(m, seed, end) for m, end in MORE_FOR_LESS for seed in range(2)]
     sentence = won(compare(runs))
     assert sentence.startswith("None of diloco (")

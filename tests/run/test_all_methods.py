@@ -59,12 +59,12 @@ def trained(request, tmp_path_factory):
     return Trained(session, folder, summary, read_records(folder / "metrics.jsonl"))
 
 
-def test_it_learns(trained):
+def test_every_method_learns(trained):
     losses = [record["loss"] for record in trained.of_kind("train")]
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_killed_between_two_checkpoints_it_goes_on_bit_for_bit(trained, tmp_path):
+def test_a_run_killed_between_checkpoints_goes_on_bit_for_bit(trained, tmp_path):
     folder = tmp_path / "killed"
     shutil.copytree(trained.folder, folder)
     shutil.rmtree(folder / "checkpoints" / str(STEPS))
@@ -78,7 +78,7 @@ def test_killed_between_two_checkpoints_it_goes_on_bit_for_bit(trained, tmp_path
     assert summary["eval_loss"] == trained.summary["eval_loss"]
 
 
-def test_what_was_sent_is_what_syncs_say_and_what_is_on_its_way(trained):
+def test_bytes_sent_are_those_of_syncs_recorded_and_in_flight(trained):
     program = trained.session.program
     sync_bytes = [record["bytes"] for record in trained.of_kind("sync")]
     sent = trained.summary["bytes_sent_per_region"]

@@ -39,7 +39,7 @@ def attempt(**fields):
         (CARRIED, 8, True),
     ],
 )
-def test_a_region_that_has_nothing_to_save_may_stop_at_once(
+def test_only_a_region_with_unsaved_work_has_to_save(
     carried, own_step, has_unsaved_work
 ):
     first = attempt(carried=carried)

@@ -123,7 +123,7 @@ def test_online_goes_on_with_the_run_and_the_environment_may_choose(wandb, tmp_p
     assert wandb.runs[0].arguments["mode"] is None
 
 
-def test_what_is_refused_is_said_in_one_line(wandb, tmp_path):
+def test_an_error_of_wandb_is_named_in_one_line(wandb, tmp_path):
     with pytest.raises(OSError, match=r"'forbidden' \(no permission\); log in"):
         weights_and_biases(tmp_path, project="forbidden")
 
@@ -143,7 +143,7 @@ def test_only_process_0_shows_the_run(wandb, monkeypatch):
         ("--wandb=p", "--wandb=p needs a package that is not installed: pip install"),
     ],
 )
-def test_wandb_that_cannot_be_is_refused(flags, line, refused, tmp_path, monkeypatch):
+def test_wrong_flags_of_wandb_are_refused(flags, line, refused, tmp_path, monkeypatch):
     # A folder of that name, as W&B makes them, is not the package.
     (tmp_path / "wandb").mkdir()
     find = importlib.machinery.PathFinder.find_spec

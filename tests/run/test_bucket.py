@@ -103,7 +103,7 @@ def write_text(folder: pathlib.Path):
     (folder / ".hidden.txt").write_text("not read")
 
 
-def test_a_run_in_a_bucket_is_killed_and_goes_on_elsewhere(
+def test_a_run_in_a_bucket_is_killed_and_resumed_on_another_machine(
     gs, tmp_path, monkeypatch, capsys
 ):
     write_text(gs / "bucket" / "texts")
@@ -240,7 +240,9 @@ def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypat
         ),
     ],
 )
-def test_what_reaches_no_bucket_is_told_at_once(raised, kind, message, monkeypatch):
+def test_a_bucket_that_cannot_be_reached_is_named_at_once(
+    raised, kind, message, monkeypatch
+):
     def exists(path):
         raise raised
 

@@ -39,7 +39,7 @@ def test_programs_are_kept_in_the_users_cache_folder_by_kind_of_processor(
     assert keep_programs() != folder
 
 
-def test_what_was_chosen_stays(unset, monkeypatch):
+def test_a_cache_that_the_user_chose_is_kept(unset, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", jax)  # The suite's own cache.
     assert keep_programs() is None
 
@@ -55,7 +55,7 @@ def test_what_was_chosen_stays(unset, monkeypatch):
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_folder_that_cannot_be_used_is_done_without(unset, monkeypatch, is_there):
+def test_without_a_usable_folder_no_cache_is_used(unset, monkeypatch, is_there):
     if is_there:  # Another user's.
         (unset / "cocodc_jax").mkdir()
         monkeypatch.setattr(pathlib.Path, "iterdir", lambda _: os.listdir("/nowhere"))
@@ -65,7 +65,7 @@ def test_a_folder_that_cannot_be_used_is_done_without(unset, monkeypatch, is_the
     assert DIR not in os.environ
 
 
-def test_programs_that_nothing_read_for_a_month_are_removed(unset, monkeypatch):
+def test_programs_unread_for_a_month_are_removed(unset, monkeypatch):
     folder = keep_programs()
     assert folder is not None
     old = folder / "old"

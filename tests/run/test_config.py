@@ -147,7 +147,7 @@ WRONG = {
     ("make", "fields", "message"),
     [(make, *case) for make, cases in WRONG.items() for case in cases],
 )
-def test_what_it_refuses(make, fields, message):
+def test_invalid_fields_are_refused(make, fields, message):
     with pytest.raises(ValueError, match=message):
         make(**fields)
 
@@ -207,7 +207,9 @@ def test_the_second_moments_decay_is_the_optimizers_own():
         ("grad_clip", 0.01),
     ],
 )
-def test_an_argument_is_refused_where_it_changes_nothing(optimizer, name, value):
+def test_an_argument_is_refused_if_and_only_if_it_changes_nothing(
+    optimizer, name, value
+):
     params = {"blocks": {"w": jnp.eye(3)}, "bias": jnp.ones(3)}
 
     def trained(**arguments):

@@ -80,7 +80,7 @@ def test_a_reader_that_goes_ends_the_program_in_silence():
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_a_result_that_cannot_be_written_is_one_line(tmp_path):
+def test_a_result_that_cannot_be_written_is_named_in_one_line(tmp_path):
     writes = "from cocodc_jax import files; main = lambda: files.write_whole"
     done = command(main=f"{writes}({str(tmp_path)!r}, '')\n{RUN_MAIN}")
     message = f"error: {tmp_path} cannot be written (Is a directory)\n"
@@ -96,7 +96,7 @@ main = lambda: signal.raise_signal(signal.SIGINT)
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "interrupted\n")
 
 
-def test_another_pipe_that_breaks_is_told(capfd):
+def test_a_broken_pipe_other_than_standard_output_is_raised(capfd):
     with pytest.raises(BrokenPipeError), as_a_command():
         raise BrokenPipeError
 
@@ -178,7 +178,7 @@ def test_a_message_begins_with_the_flag_as_it_is_typed():
 
 
 @pytest.mark.parametrize(("name", "is_said"), [("asyncio", False), ("other", True)])
-def test_tracebacks_of_what_is_raised_elsewhere_are_left_out(name, is_said):
+def test_tracebacks_logged_by_asyncio_are_left_out(name, is_said):
     output = io.StringIO()
     before = threading.excepthook
     handler = logging.StreamHandler(output)

@@ -96,7 +96,7 @@ def test_values_on_the_command_line_are_shown(call):
     assert values["mixing_alpha"] == "0.5"
 
 
-def test_of_several_methods_all_arguments_are_explained(call):
+def test_arguments_of_several_methods_are_all_explained(call):
     values = shown(call(SEVERAL, "--preset=tiny")[0])
     assert values.keys() >= {name for method in METHODS for name in defaults(method)}
     # What holds for whoever takes it; else the method's own, which are not alike.
@@ -111,7 +111,7 @@ def test_a_program_without_runs_may_have_a_flag_of_a_field_s_name(call):
     assert shown(call(showing(True, define))[0]) == {"regions": "4", "cases": "gpt"}
 
 
-def test_a_wrong_flag_beside_is_said(refused):
+def test_a_wrong_flag_next_to_help_is_refused(refused):
     assert refused(FULL, "--preset=tinny").startswith("--preset='tinny' is unknown")
 
 
@@ -128,7 +128,7 @@ def test_choices_are_those_that_are_checked(name):
     assert all(f"'{choice}'" in str(raised.value) for choice in CHOICES[name])
 
 
-def test_an_option_is_wrapped_beside_or_below_its_value():
+def test_the_text_of_an_option_follows_its_value_or_is_below_it():
     text = render("Doc.", {"A": [Option("n", 1, "a number", ("1", "2")), "Said."]})
     assert text == "Doc.\n\nA\n  --n=1" + " " * 21 + "a number. One of 1, 2.\n  Said."
     long = str(Option("a_rather_long_name", "value", "what it is."))
@@ -138,7 +138,7 @@ def test_an_option_is_wrapped_beside_or_below_its_value():
     ]
 
 
-def test_the_text_is_whole_and_choices_are_said_once():
+def test_help_has_the_full_text_and_choices_once():
     values = FlagValues()
     rows = [
         ("seeds", 1, "runs: 0, 1, ..."),

@@ -140,7 +140,7 @@ def test_a_merge_that_takes_gradients_is_refused():
         build_program(config, config.model, mesh)
 
 
-def test_another_pace_is_another_program():
+def test_runs_of_another_pace_have_another_program_key():
     config = PRESETS["smoke"]
     slower = config.replace(step_seconds=0.5)
     assert program_key(config) != program_key(slower)

@@ -45,7 +45,7 @@ def test_a_limit_may_be_infinite():
         MethodConfig("diloco", {"exclude_above": math.nan})
 
 
-def test_several_methods_refuse_together_what_none_of_them_takes():
+def test_an_argument_that_none_of_several_methods_takes_is_refused():
     check_taken({"mixing_alpha": 0.5}, ["diloco", "streaming_diloco"])
     with pytest.raises(
         ValueError, match="rank=8 has no meaning for diloco, cocodc, which take sync_"
@@ -53,7 +53,7 @@ def test_several_methods_refuse_together_what_none_of_them_takes():
         check_taken({"rank": 8}, ["diloco", "cocodc"])
 
 
-def test_where_taken_holds_for_whichever_method_takes_it_and_yields_to_arguments():
+def test_where_taken_gives_arguments_to_methods_that_take_them():
     both = {"num_fragments": 2, "outer_lr": 0.1}
     config = MethodConfig("diloco", {"outer_lr": 0.3}, both)
     assert config.values["outer_lr"] == 0.3
@@ -64,7 +64,7 @@ def test_where_taken_holds_for_whichever_method_takes_it_and_yields_to_arguments
     assert config.where(outer_momentum=0.5).values["outer_momentum"] == 0.5
 
 
-def test_equal_configurations_are_equal_and_hash_alike():
+def test_equal_configurations_are_equal_and_have_one_hash():
     one = MethodConfig(
         "diloco", {"outer_lr": 0.3, "sync_interval": 9, "compress": None}
     )
@@ -75,7 +75,7 @@ def test_equal_configurations_are_equal_and_hash_alike():
     assert one.resolve().values == one.values
 
 
-def test_a_preset_gives_its_own_method_nothing_else():
+def test_a_preset_sets_only_arguments_of_its_own_method():
     """But for `rank`, which is for small models in whichever method has one."""
     for preset in PRESETS.values():
         names = {name for name, _ in preset.method.where_taken}

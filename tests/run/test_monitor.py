@@ -82,7 +82,7 @@ def test_turns_are_scraped():
     assert {name: metrics[f"cocodc_{name}",] for name in expected} == expected
 
 
-def test_before_the_first_turn_only_what_is_known_is_exposed():
+def test_before_the_first_turn_only_the_configuration_is_exposed():
     metrics = scrape(live_at([0.0, 1.0]))
     assert metrics["cocodc_planned_steps",] == 100
     assert ("cocodc_loss",) not in metrics
@@ -158,7 +158,7 @@ def taken_port():
 
 
 @pytest.mark.parametrize("port", ["taken", 70_000])
-def test_a_port_that_cannot_be_had_is_one_line(port, taken_port):
+def test_a_port_that_cannot_be_opened_is_named_in_one_line(port, taken_port):
     port = taken_port if port == "taken" else port
 
     with (
@@ -222,7 +222,7 @@ class TestCommands:
         assert warning.startswith(f"warning: --on_event: {line}")
         assert warning.count("\n") == 1
 
-    def test_a_flood_is_dropped_and_nobody_waits(self, tmp_path, capfd):
+    def test_a_flood_of_events_is_dropped_without_waiting(self, tmp_path, capfd):
         """Commands that wait for this test's own file to be written."""
         gate = tmp_path / "gate"
         command = f"while [ ! -e {gate} ]; do sleep 0.01; done"
@@ -236,7 +236,7 @@ class TestCommands:
         assert 7 <= len(warnings) <= 8
         assert all("32 events wait; fault is dropped (number" in x for x in warnings)
 
-    def test_no_command_runs_nothing(self):
+    def test_without_a_command_events_are_ignored(self):
         live = live_at([0.0])
         with Monitoring().watching(live, "run", [0], None, None) as monitor:
             monitor.notify("fault", "x")

@@ -40,7 +40,7 @@ def test_a_port_in_use_is_refused():
         ({"heartbeat_timeout_s": -1}, "heartbeat_timeout_s=-1 must be at least 1"),
     ],
 )  # fmt: skip
-def test_what_can_be_refused_alone_is(fields, message):
+def test_invalid_fields_are_refused_by_each_process(fields, message):
     with pytest.raises(ValueError, match=message):
         Processes(**fields)
 
@@ -78,7 +78,7 @@ def test_regions_are_shared_out_whole_and_each_of_them_evenly():
     ],
     ids=["the same", "one", "two to a region"],
 )
-def test_losses_go_on_where_their_regions_are(
+def test_saved_losses_follow_their_regions_to_other_processes(
     monkeypatch, process, count, regions, window, ratios
 ):
     saved = [
@@ -104,7 +104,7 @@ def test_losses_go_on_where_their_regions_are(
     assert resume.progress(saved, regions)["window"] == []
 
 
-def test_a_launcher_tells_by_the_environment(monkeypatch):
+def test_a_launcher_passes_processes_by_the_environment(monkeypatch):
     monkeypatch.setenv(processes.ADDRESS, "10.0.0.1:80")
     monkeypatch.setenv(processes.ID, "0")
     monkeypatch.setenv(processes.COUNT, "1")  # As the lab does with one region.
@@ -118,7 +118,7 @@ def test_a_launcher_tells_by_the_environment(monkeypatch):
         Processes.from_environment()
 
 
-def test_versions_of_the_code_are_told_apart(monkeypatch, tmp_path):
+def test_processes_of_different_code_are_refused(monkeypatch, tmp_path):
     def from_another_checkout(value):
         return [value, value, {**value, "code": "0123456789ab"}]
 
@@ -173,13 +173,13 @@ def test_the_coordinator_listens_on_this_machine_alone_if_all_are_on_it(
         (2, "coordinator_bind_address='x' must be host:port of this machine"),
     ],
 )
-def test_a_bind_address_that_cannot_be_is_refused(num, message):
+def test_an_invalid_bind_address_is_refused(num, message):
     where = {"coordinator_address": "host0:5", "process_id": 0} if num > 1 else {}
     with pytest.raises(ValueError, match=message):
         Processes(**where, num_processes=num, coordinator_bind_address="x")
 
 
-def test_what_gloo_writes_to_standard_output_is_left_out():
+def test_output_of_gloo_is_left_out_of_standard_output():
     code = (
         "import os, sys\n"
         "from cocodc_jax.run.processes import keep_for_python\n"

@@ -42,7 +42,7 @@ PRESET = PRESETS["smoke"]
         ({"adopt_from": "/nowhere"}, "adopt_from='/nowhere' holds no run"),
     ],
 )
-def test_what_set_up_refuses_before_anything_compiles(
+def test_invalid_configurations_are_refused_before_anything_compiles(
     leaves, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
@@ -52,7 +52,7 @@ def test_what_set_up_refuses_before_anything_compiles(
     assert not (tmp_path / "run").exists()
 
 
-def test_no_elastic_run_starts_from_another(tmp_path):
+def test_an_elastic_run_cannot_adopt_another(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text(dumps(PRESET.to_json()))
     config = PRESET.replace(adopt_from=str(tmp_path), exchange="elastic")
@@ -74,7 +74,7 @@ def test_no_elastic_run_starts_from_another(tmp_path):
         ({"regions": None}, "another type"),
     ],
 )
-def test_a_damaged_configuration_is_refused_with_what_to_do(tmp_path, content, why):
+def test_a_damaged_configuration_is_refused_with_a_repair(tmp_path, content, why):
     config = PRESET.resolve()
     if isinstance(content, dict):
         table = config.to_json()

@@ -33,7 +33,7 @@ def view(*regions):
     return View(Epoch(1, 1, 1), seats)
 
 
-def test_a_run_that_it_was_in_is_not_begun_anew_alone(tmp_path):
+def test_a_region_that_took_part_in_a_run_does_not_restart_it_alone(tmp_path):
     assert last_merge(tmp_path) == 0
     lines = [json.dumps({"apply_step": step}) for step in (40, 44)]
     (tmp_path / SYNCS_FILE).write_text("\n".join(lines) + '\n{"apply_st')  # A kill.
@@ -55,7 +55,7 @@ def test_a_run_that_it_was_in_is_not_begun_anew_alone(tmp_path):
         ((0, 1), 0, 0, "regions [2] did not answer within start_s=7: region 1 goes on"),
     ],
 )
-def test_where_it_begins_is_said(regions, own_step, reached, message, capsys):
+def test_a_region_prints_where_it_begins(regions, own_step, reached, message, capsys):
     taking_part._say_how_it_begins(PLACE, view(*regions), own_step, reached)
     error = capsys.readouterr().err
     assert message in error
@@ -76,13 +76,13 @@ def test_regions_may_differ_in_where_and_how_they_run(leaves, is_same):
     assert (len(digests) == 1) == is_same
 
 
-def test_a_checkpoint_ahead_of_what_the_others_begin_with_is_refused():
+def test_a_checkpoint_ahead_of_the_others_is_refused():
     message = "the run is at step 4, and this region's own checkpoint at step 8: of an"
     with pytest.raises(LeftBehindError, match=message):
         taking_part._go_on(None, Snapshot(4, {}, ()), 8, None, leader=0)
 
 
-def test_what_was_last_in_common_is_of_the_regions_that_are_missed():
+def test_the_last_common_model_is_that_of_the_missing_regions():
     def state(value):
         outer = mock.Mock(params=(np.full(2, value),))
         return mock.Mock(sync=mock.Mock(outer=outer))
@@ -208,7 +208,7 @@ BOTH = {"region_addresses": ADDRESSES, "key_file": "KEY"}
         (BOTH, "elastic", "region_id=-1 must be 0 to 1"),
     ],
 )
-def test_what_is_missing_is_named(key_file, fields, exchange, message):
+def test_missing_flags_are_named(key_file, fields, exchange, message):
     if "key_file" in fields:
         fields = {**fields, "key_file": key_file}
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -224,7 +224,7 @@ def test_what_is_missing_is_named(key_file, fields, exchange, message):
         ({"dead_after_s": 1.0}, "dead_after_s=1.0 must be at least three times beat_s"),
     ],
 )
-def test_times_that_cannot_be_are_refused(fields, message):
+def test_invalid_times_are_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ElasticFlags(**fields)
 

@@ -36,7 +36,7 @@ def test_a_process_of_an_earlier_start_is_left_out(recorded_run):
     assert timeline.read(recorded_run) == expected
 
 
-def test_steps_beside_a_sync_are_told_from_steps_alone():
+def test_steps_during_a_sync_are_timed_apart_from_steps_without_one():
     """2 s a step with a sync on its way, 1 s without; waiting is neither.
 
     One step beside a sync and one alone; two alone; two beside; a second of waiting and
@@ -65,7 +65,7 @@ def test_a_slow_process_is_seen_though_the_others_wait_for_it():
     assert measured.utilization() == 0.6
 
 
-def test_steps_without_a_sync_have_nothing_to_be_held_against():
+def test_without_a_sync_steps_in_flight_have_no_time():
     marks = ((0, (0.0,)), (2, (2.0,)), (4, (4.0,)))
     measured = Timeline(("process 0",), (), 4, (1.0,), marks, (0.0,), (0.0,))
     busy, quiet = timeline.step_s_in_flight(measured)
@@ -73,7 +73,7 @@ def test_steps_without_a_sync_have_nothing_to_be_held_against():
     assert quiet == 1.0
 
 
-def test_what_is_exposed_of_a_run_is_read_from_its_files(recorded_run):
+def test_the_exposed_share_of_a_run_is_read_from_its_files(recorded_run):
     """Sync 1 is on its way until 5, and waited for from 4.5 to 5.5, of 7.5 seconds."""
     share = timeline.exposed_share(recorded_run, 2)
     assert share == timeline.read(recorded_run, 2).exposed_share == 0.5 / 5.5
@@ -95,7 +95,7 @@ def test_goodput_is_of_undisturbed_steps(recorded_run):
     assert timeline.goodput(recorded_run, 6, 8.0) is None
 
 
-def test_clocks_that_began_at_different_moments_are_laid_over_one_another(recorded_run):
+def test_clocks_that_began_at_different_moments_are_aligned(recorded_run):
     expected = timeline.read(recorded_run)
     path = recorded_run / "process_1" / "timeline.json"
     table = json.loads(path.read_text())
@@ -118,7 +118,7 @@ def test_the_first_steps_can_be_left_out(recorded_run):
 
 
 @pytest.mark.parametrize("content", ["", '{"marks": [[0, 1.0]', "[]", '{"marks": 1}'])
-def test_a_damaged_file_is_named_and_written_anew(recorded_run, content, capsys):
+def test_a_damaged_file_is_named_and_written_again(recorded_run, content, capsys):
     path = recorded_run / "timeline.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=f"{path} is damaged"):
@@ -140,7 +140,7 @@ def test_a_damaged_configuration_is_named(recorded_run, content):
         timeline.first_warm_step(recorded_run)
 
 
-def test_a_run_that_went_on_keeps_what_came_before_its_checkpoint(
+def test_a_resumed_run_keeps_the_timeline_before_its_checkpoint(
     recorded_run, recorded_sync
 ):
     """Cut at step 4: what was done after it is done again, later."""

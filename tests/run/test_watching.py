@@ -202,7 +202,7 @@ def lab(tmp_path):
     return lab
 
 
-def test_a_straggler_is_named_and_nobody_waits_for_it(lab):
+def test_a_straggler_is_named_and_the_others_do_not_wait_for_it(lab):
     lab.step_s[2] = 4.0
     lab.run(4 * FIVE_SYNCS_S)  # It is its own next syncs that tell, of 40 s each.
     for region in range(NUM):
@@ -216,7 +216,7 @@ def test_a_straggler_is_named_and_nobody_waits_for_it(lab):
     assert ("slow", (2,)) in lab.named(0, "ends")
 
 
-def test_a_process_that_is_stopped_and_goes_on_by_turns_is_slow(lab):
+def test_a_process_that_stops_and_goes_on_again_and_again_is_slow(lab):
     """Its messages and those to it come late too, and nobody else is named for it."""
     lab.straggler = 2
     lab.run(5 * 5 * SYNC_STEPS)
@@ -296,7 +296,7 @@ def test_half_an_hour_of_noise_is_not_named(tmp_path):
     assert all(lab.faults(r) == [] for r in range(NUM))
 
 
-def test_the_faulty_are_left_out_by_all_alike(tmp_path):
+def test_every_region_excludes_the_same_faulty_regions(tmp_path):
     lab = Lab(tmp_path, on_fault="exclude")
     lab.run(FAULT_AT_S)
     lab.row_s[1] = 3.0
@@ -371,7 +371,7 @@ def hear(silences, rng, seconds, now=0.0, regions=(1, 2)):
     return overdue
 
 
-def test_who_is_silent_is_named_within_five_syncs_and_noise_is_not():
+def test_a_silent_region_is_named_within_five_syncs_and_noise_is_not():
     silences = Silences(0.5)
     rng = random.Random(0)
     assert hear(silences, rng, 3600) == []
@@ -411,7 +411,7 @@ def test_the_reason_why_a_region_left_is_in_its_file(tmp_path):
     assert line["reason"] == "region 1: region 0 and others went on without this one"
 
 
-def test_who_is_left_alone_says_that_all_others_are_gone(tmp_path):
+def test_a_region_that_is_left_alone_reports_the_others_as_gone(tmp_path):
     watch = FaultWatch(tmp_path, "warn", 0.05)
     nan = float("nan")
     quiet = [[nan] * 3 for _ in range(3)]

@@ -56,7 +56,7 @@ def test_embeddings_are_averaged_plainly_and_layers_one_by_one():
 
 
 @pytest.mark.parametrize("values", [(3.0, -1.0), (0.0, 0.0)])
-def test_opposite_directions_and_zeros_come_to_zero(values):
+def test_opposite_directions_and_zeros_average_to_zero(values):
     parts = [part(w=[value]) for value in values]
     np.testing.assert_array_equal(averaged(RDA, parts)["w"], [0])
 
@@ -75,7 +75,7 @@ def test_a_mask_has_the_share_of_every_array_and_is_the_same_in_every_region():
 @pytest.mark.parametrize(
     ("fragment_id", "step", "seed"), [(0, 12, 0), (1, 8, 0), (0, 8, 1)]
 )
-def test_another_sync_or_seed_has_another_mask(fragment_id, step, seed):
+def test_masks_differ_between_syncs_and_seeds(fragment_id, step, seed):
     drawn = SharedMask(0.3).mask(MASKED, KEY)
     other = SharedMask(0.3, seed=seed).mask(MASKED, sync_key(fragment_id, step))
 
@@ -93,7 +93,7 @@ def test_entries_that_are_drawn_are_averaged_and_others_are_zero():
     assert drawn.sum() == 8
 
 
-def test_bytes_are_those_of_what_the_mean_is_taken_of():
+def test_bytes_are_those_of_the_averaged_entries():
     shapes = {
         "embedding": jax.ShapeDtypeStruct((4, 8), "float32"),
         "blocks/w": jax.ShapeDtypeStruct((3, 8, 8), "float32"),
@@ -149,7 +149,7 @@ def test_moments_are_read_from_a_text(text, expected):
 
 
 @pytest.mark.parametrize("text", ["3", "3,6,9", "3,x", "-1,2"])
-def test_a_text_that_says_no_moments_is_refused(text):
+def test_invalid_texts_of_moments_are_refused(text):
     with pytest.raises(ValueError, match=f"sync_moments='{text}' must be two numbers"):
         methods.get("des_loc", sync_moments=text)
     with pytest.raises(ValueError, match="first=-1 must be at least 0"):
@@ -170,7 +170,7 @@ def test_moments_are_found_by_type_and_put_back():
     assert moments.take(optax.sgd(0.1, 0.9).init(params), ("mu",)) == []
 
 
-def test_muon_s_adam_has_only_what_is_not_a_matrix():
+def test_moments_of_muon_are_those_of_leaves_that_are_no_matrices():
     params = {"blocks": {"w": jnp.ones((2, 3, 3))}, "embed": jnp.ones((4, 3))}
     (adam,) = moments.take(muon(0.1).init(params), ("nu",))
     assert adam["nu"]["embed"].shape == (4, 3)

@@ -61,7 +61,9 @@ def test_every_number_is_in_one_fragment_and_counted_in_bytes(params_and_fragmen
 
 
 @pytest.mark.parametrize("shares_experts", [False, True])
-def test_all_fragments_that_are_put_are_the_model(params_and_fragments, shares_experts):
+def test_putting_every_fragment_replaces_the_whole_model(
+    params_and_fragments, shares_experts
+):
     params, fragments = params_and_fragments
     fragments = dataclasses.replace(fragments, shares_experts=shares_experts)
 
@@ -148,7 +150,7 @@ def test_routers_sync_at_their_own_interval():
          "its mean is by tokens already; compress first"),
     ],
 )  # fmt: skip
-def test_what_knows_no_experts_is_refused(call, message):
+def test_options_of_experts_are_refused_without_experts(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -315,7 +317,7 @@ def test_tokens_behind_a_gap_are_counted_over_regions():
     assert gap("tokens", dense, {"norm": jnp.zeros((1, 3))}, 2, is_count) == -0.5
 
 
-def test_the_load_score_prefers_what_more_tokens_need():
+def test_the_load_score_prefers_fragments_that_more_tokens_used():
     schedule = adaptive(16, 4, 0, 8, "load")
     age = np.array([6, 6, 4, 2])
     state = dataclasses.replace(

@@ -241,7 +241,7 @@ ROW = np.zeros((2, 3), np.float32)
     ],
     ids=["two stacks", "no blocks"],
 )
-def test_what_is_a_block(params, options, expected):
+def test_a_tree_is_cut_by_its_named_blocks_or_by_its_entries(params, options, expected):
     fragments = cut(params, len(expected), **options)
     rows = [[(part.path, part.rows) for part in slices] for slices in fragments.slices]
     assert rows == expected
@@ -274,7 +274,7 @@ def test_put_keeps_the_dtype_of_the_tree():
     np.testing.assert_array_equal(out["blocks"]["w"][:, 0], [0, 1])
 
 
-def test_patterns_take_what_earlier_ones_left():
+def test_patterns_take_leaves_that_earlier_ones_left():
     params = tree(2, is_stacked=False)
     fragments = cut_by_patterns(params, ["blocks/0", "blocks", ".*"])
     assert units_of(fragments) == [{0}, {1}, {"embedding", "norm", "head"}]

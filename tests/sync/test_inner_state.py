@@ -65,7 +65,7 @@ def test_masked_leaves_and_other_dtypes():
     assert isinstance(state.z["w"], optax.MaskedNode)
 
 
-def test_a_line_search_evaluates_anew():
+def test_a_line_search_evaluates_again_after_a_merge():
     optimizer = optax.lbfgs()
 
     def loss(params):
@@ -137,7 +137,7 @@ def made(form, optimizer, user_inputs=None, method="diloco"):
     return tx.init(OLD)
 
 
-def test_another_structure_is_refused_by_name():
+def test_a_copy_of_another_structure_is_refused_by_name():
     optimizer = optax.masked(optax.flatten(FREE), {"w": False, "b": True})
     with pytest.raises(ValueError, match="ScheduleFreeState.z is a copy of the param"):
         made("synchronized", optimizer)
@@ -168,7 +168,7 @@ if hasattr(optax, "monitor"):
     ],
 )
 @pytest.mark.parametrize("method", ["diloco", "apart"])
-def test_what_a_program_does_not_pass_is_named(method, optimizer, message):
+def test_arguments_that_a_program_does_not_pass_are_named(method, optimizer, message):
     with pytest.raises(ValueError, match=message):
         made("program", optimizer, method=method)
 
@@ -211,7 +211,7 @@ def test_keys_are_found_in_a_state():
     assert not inner_keys.has_keys(optax.adam(0.1).init(OLD))
 
 
-def test_what_may_be_a_raw_key_is_said():
+def test_a_warning_names_a_leaf_that_may_be_a_raw_key():
     def init(params):
         return (jax.random.PRNGKey(0),)
 

@@ -112,7 +112,7 @@ def test_each_rule_is_its_formula(parts, moment, name):
         assert metrics["correction_ratio"].dtype == jnp.float32
 
 
-def test_compensation_needs_what_its_transform_needs():
+def test_compensation_has_the_needs_of_its_transform():
     assert RULES["adam"][0].needs == {"learning_rate", "second_moment", "staged"}
 
 
@@ -163,13 +163,13 @@ def test_a_weight_is_one(weight):
         merge.remembering(merge.mix(0.25), weight)
 
 
-def test_where_drawn_tells_later_what_its_rule_does():
+def test_where_drawn_keeps_the_feedback_of_its_rule():
     rule = merge.remembering(merge.mix(0.25), 0.25)
     assert "staged" in rule.needs
     assert merge.where_drawn(rule, SharedMask(0.5)).feedback_weight == 0.75
 
 
-def test_where_drawn_leaves_the_other_entries_as_they_are(parts):
+def test_where_drawn_leaves_the_other_entries_unchanged(parts):
     local, staged, outer = parts
     mask = SharedMask(0.4)
     key = sync_key(1, 6)

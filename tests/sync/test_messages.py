@@ -37,7 +37,7 @@ def ranked():
     )
 
 
-def test_a_message_as_it_is_keeps_and_changes_nothing():
+def test_an_unchanged_message_has_no_state():
     message = AsIs()
     assert message.compressor() is None
     assert message.init(PART) == ()
@@ -63,7 +63,7 @@ def test_a_compressed_message_has_the_bytes_and_memory_of_its_codec():
 
 
 @pytest.mark.parametrize(("rank", "sent"), [(2, 2), (8, 8), (0, 8)])
-def test_of_a_rank_the_factors_are_sent(rank, sent):
+def test_a_ranked_message_sends_factors_of_its_rank(rank, sent):
     """Before a schedule has set a rank it is the first, 8."""
     assert ranked().at(rank).num_bytes(PART, 4) == 4 * sent * (64 + 32)
 
@@ -137,7 +137,7 @@ def test_compressed_gradients_with_memory():
     assert exchange(made, *gradients) == [[2.0, 1.0], [0.0, 3.0]]
 
 
-def test_compressing_replaces_what_compresses():
+def test_compressing_replaces_an_earlier_compressor():
     plain = per_step.mean_gradients()
     once = plain.compressed(compression.parse("int8"))
     assert once.name == "compressed_gradients"
@@ -148,7 +148,7 @@ def test_compressing_replaces_what_compresses():
     assert twice.num_bytes(shapes) == 2048
 
 
-def test_momentum_with_a_compressor_that_tells_no_places():
+def test_a_decoupled_momentum_may_be_sent_in_full():
     made = decoupled_momentum(0.5, identity())
     gradients = [[4.0, 1.0, 2.0], [-2.0, 1.0, -5.0]]
     assert exchange(made, gradients) == [[1.0, 1.0, -1.0]]

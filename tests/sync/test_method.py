@@ -72,7 +72,7 @@ def test_parts_of_another_kind_or_that_take_one_outer_model_are_named(parts, mes
         synced(**parts)
 
 
-def test_parts_that_do_nothing_are_left_at_their_defaults():
+def test_parts_have_defaults_that_do_nothing():
     mine = Method(name="mine", sync=synced())
     assert (mine.sync.message, mine.sync.weigh) == (AsIs(), None)
     assert (mine.needs, mine.num_fragments) == (frozenset(), 1)
@@ -105,7 +105,7 @@ def test_a_method_needs_what_its_parts_need():
 @pytest.mark.parametrize(
     ("schedule", "message"), [(ranked_rounds(4, 4, 1), AsIs()), (staggered(4), RANKED)]
 )
-def test_ranked_rounds_and_ranked_messages_need_one_another(schedule, message):
+def test_ranked_rounds_and_ranked_messages_need_each_other(schedule, message):
     assert isinstance(synced(schedule=ranked_rounds(4, 4, 1), message=RANKED), Sync)
     with pytest.raises(
         ValueError,
@@ -122,7 +122,7 @@ class TestCompressed:
         assert method.sync.message.by.name == "int8"
         assert method.per_step is None
 
-    def test_gradients_are_then_gathered(self):
+    def test_compressed_gradients_are_gathered(self):
         method = methods.get("data_parallel", compress="ef+topk:0.1")
         assert method.per_step.name == "compressed_gradients"
         assert method.per_step.receive is not None
@@ -140,7 +140,7 @@ class TestCompressed:
             ("noloco", "its regions send their parameters, which are no change"),
         ],
     )
-    def test_nothing_to_compress(self, name, why):
+    def test_compression_is_refused_where_a_method_has_no_message(self, name, why):
         message = f"compress='int8' has no meaning for method='{name}': {why}"
         with pytest.raises(ValueError, match=message):
             methods.get(name, compress="int8")
@@ -155,7 +155,7 @@ class TestCompressed:
             ("streaming_diloco", "error_feedback(error_feedback(int4()))"),
         ],
     )
-    def test_what_is_lost_is_not_told_twice(self, name, compress):
+    def test_a_second_error_feedback_is_refused(self, name, compress):
         with pytest.raises(ValueError, match="brings an error feedback where there is"):
             methods.get(name, compress=compress)
 
@@ -191,11 +191,13 @@ class TestPlaced:
         assert methods.get("co2", outer_placement="host").sync.outer.placement == "host"
 
     @pytest.mark.parametrize("name", ["apart", "data_parallel", "noloco"])
-    def test_where_there_is_none_host_stands_for_leaving_it(self, name):
+    def test_outer_placement_host_is_allowed_without_an_outer_state(self, name):
         assert methods.get(name, outer_placement="host").name == name
 
     @pytest.mark.parametrize("name", ["apart", "data_parallel", "noloco", "eager"])
-    def test_there_is_no_one_outer_model(self, name):
+    def test_outer_placement_divided_is_refused_without_a_shared_outer_model(
+        self, name
+    ):
         with pytest.raises(
             ValueError,
             match=f"outer_placement='divided' has no meaning for method='{name}': it "
@@ -272,7 +274,7 @@ def test_a_pseudo_gradient_is_old_minus_new_in_the_outer_dtype():
     np.testing.assert_array_equal(difference["w"], [1 / 512, -2.0])
 
 
-def test_what_is_divided_or_of_pairs_stays_in_the_program():
+def test_a_divided_or_pairwise_outer_state_stays_in_the_program():
     assert SHARED.placed("divided") == dataclasses.replace(SHARED, placement="divided")
     assert SHARED.only_in_program is None
     assert "divided over the inner mesh" in SHARED.placed("divided").only_in_program

@@ -39,7 +39,7 @@ def close(actual, expected):
 # --- The table ------------------------------------------------------------------
 
 
-def test_whoever_needs_something_finds_it_in_the_table():
+def test_every_need_of_a_method_is_in_the_table():
     named = set().union(*(make().needs for make in METHODS.values()))
     named |= set().union(*(curvature.get(name).needs for name in curvature.NAMES))
     # What `compensate` gives by itself is no need.
@@ -47,7 +47,7 @@ def test_whoever_needs_something_finds_it_in_the_table():
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_an_entry_says_what_it_is(name):
+def test_every_entry_of_the_table_is_described(name):
     need = NEEDS[name]
     assert need.about.endswith(".")
     assert set(need.keeps) <= {STAGED, HALFWAY, STALE}
@@ -77,7 +77,7 @@ def test_a_missing_input_of_the_user(need, what):
         needs.check({need}, UserInputs(), "its merge")
 
 
-def test_what_the_user_passed_is_enough():
+def test_user_inputs_satisfy_their_needs():
     everything = UserInputs(0.1, lambda state: state, (len, len))
     needs.check(NEEDS, everything, "all")
     needs.check((), UserInputs(), "nothing")
@@ -96,7 +96,7 @@ def test_what_the_user_passed_is_enough():
         (("norm", "times", "drift", "effective_rank"), set(), False, False),
     ],
 )
-def test_what_the_runtime_must_have_ready(of, copies, batch, key):
+def test_needs_give_the_copies_batches_and_keys_of_the_runtime(of, copies, batch, key):
     assert needs.copies(of) == copies
     assert needs.wants_batch(of) == batch
     assert needs.wants_key(of) == key
@@ -105,7 +105,7 @@ def test_what_the_runtime_must_have_ready(of, copies, batch, key):
 # --- What a merge is given --------------------------------------------------------
 
 
-def test_what_a_merge_has_without_asking_is_no_argument():
+def test_staged_parameters_are_no_extra_argument():
     assert needs.arguments({"staged"}, seen()) == {}
 
 
@@ -136,7 +136,7 @@ def test_the_two_halves_of_an_overlap():
     assert values["later_params"]["w"] == 4.0
 
 
-def test_what_is_made_of_all_regions():
+def test_the_second_moment_is_made_from_all_regions():
     user_inputs = UserInputs(second_moment=lambda state: state["nu"])
     state = {"nu": jnp.ones((2, 3)), "mu": jnp.zeros((2, 3))}
     made = needs.regional({"second_moment", "staged"}, state, user_inputs)

@@ -33,7 +33,7 @@ def test_steps_and_sequences_of_unequal_regions_by_hand():
     ]
 
 
-def test_regions_that_are_alike_take_part_in_every_step():
+def test_equal_regions_take_part_in_every_step():
     regions = Regions.alike(3)
     assert regions.are_even
     np.testing.assert_array_equal(regions.participating(5, 2), np.ones((2, 3)))
@@ -46,7 +46,7 @@ def test_steps_are_whole_quotients(tenths, tick):
 
 
 @given(TENTHS, st.integers(0, 500), st.integers(1, 40), st.integers(0, 40))
-def test_who_is_active_adds_up_to_the_steps_done(tenths, tick, num_ticks, more):
+def test_active_ticks_add_up_to_the_steps_done(tenths, tick, num_ticks, more):
     regions = made(tenths)
     active = regions.participating(tick, num_ticks + more)
     done = regions.steps_done(tick + num_ticks + more) - regions.steps_done(tick)
@@ -91,7 +91,7 @@ def test_weights_are_a_mean(tenths, tick, ticks, data):
     np.testing.assert_allclose(alike[list(counted)], 1 / len(counted))
 
 
-def test_if_nobody_did_a_step_all_count_alike():
+def test_weights_are_equal_if_no_region_did_a_step():
     regions = Regions((1.0, 4.0, 4.0), (1, 1, 1))
     weights = regions.weights(0, 3, lambda steps, tokens: tokens, (1, 2))
     np.testing.assert_allclose(weights, [0, 0.5, 0.5])

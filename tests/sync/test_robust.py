@@ -56,7 +56,7 @@ def reference(lengths, weights, above, mean):
     st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=M, max_size=M),
     st.sampled_from(["weighted", "clip"]),
 )
-def test_lengths_are_judged_as_numpy_does(lengths, weights, mean):
+def test_outliers_among_lengths_are_those_of_numpy(lengths, weights, mean):
     weights = np.array(weights, np.float32)
     if weights.sum() == 0:
         weights[0] = 1
@@ -119,12 +119,12 @@ def test_length_is_that_of_the_message():
         ([1.0, 1.0], [1e30, 1.0]),  # Its square is infinite.
     ],
 )
-def test_length_of_what_is_not_finite_is_nan(params, message):
+def test_the_length_of_a_message_that_is_not_finite_is_nan(params, message):
     assert np.isnan(robust.length({"w": jnp.array(params)}, {"w": jnp.array(message)}))
 
 
 @pytest.mark.parametrize("name", ["fp4", "stat2", "ef+topk:0.5", "lowrank:1+int4"])
-def test_a_message_of_zeros_says_zero(name):
+def test_a_message_that_is_replaced_by_zeros_decodes_to_zero(name):
     """What nonsense is replaced by, so that weight 0 is nothing."""
     compressor = compression.parse(name)
 
@@ -145,7 +145,7 @@ class TestArguments:
         assert of(None, "clip") == robust.Robust(math.inf, "clip")
         assert of(4.0, "trim:0.25") == robust.Robust(4.0, "trim", 0.25)
 
-    def test_off_is_nothing(self):
+    def test_without_the_options_a_method_is_not_robust(self):
         assert methods.get("diloco").sync.robust is None
         assert not methods.get("diloco").can_restore
 
@@ -186,7 +186,7 @@ class TestArguments:
             ("snoo", {"exclude_above": 9.0}, "has no others to be compared with"),
         ],
     )
-    def test_methods_that_can_have_none_say_why(self, name, options, why):
+    def test_methods_that_cannot_be_robust_are_refused(self, name, options, why):
         with pytest.raises(ValueError, match=rf"method='{name}': .*{why}"):
             methods.get(name, **options)
 
@@ -197,7 +197,7 @@ class TestArguments:
             methods.get("diloco", compress=wrapped + sparse, robust_mean="trim:0.25")
 
     @pytest.mark.parametrize("dense", ["int4", "matrices+int4", "lowrank:2"])
-    def test_those_that_have_every_entry_are_not(self, dense):
+    def test_dense_messages_may_be_robust(self, dense):
         method = methods.get("diloco", compress=dense, robust_mean="trim:0.25")
         assert method.sync.robust.trim == 0.25
 

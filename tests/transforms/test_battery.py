@@ -181,14 +181,14 @@ def test_keeps_dtypes_and_compiles_once(name):
 
 # What Optax promotes itself, it cannot: bias corrections by a count.
 @pytest.mark.parametrize("name", [x for x in CASES if x not in ("mt_adam", "muon")])
-def test_promotes_nothing_unasked(name):
+def test_no_dtype_is_promoted_implicitly(name):
     with jax.numpy_dtype_promotion("strict"):
         jax.eval_shape(
             lambda *a: run(build(CASES[name]), *a), tree(0), tree(10), tree(20)
         )
 
 
-def test_nor_of_narrow_types():
+def test_no_bfloat16_is_promoted_implicitly():
     half = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.bfloat16))
     transform = delay_compensation("outer_product")
     with jax.numpy_dtype_promotion("strict"):
@@ -265,7 +265,7 @@ def test_orbax_restores_every_state(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["outer_product", "muon", "co2"])
-def test_a_callers_mesh_changes_nothing(name):
+def test_a_callers_mesh_changes_no_number(name):
     """With explicit axes, as `jax.make_mesh` makes them."""
     go = jax.jit(lambda *trees: run(build(CASES[name]), *trees))
     with jax.set_mesh(jax.make_mesh((4,), ("data",))):

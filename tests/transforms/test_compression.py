@@ -112,7 +112,7 @@ def test_packing_is_a_little_endian_bit_stream(bits, data):
 
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
-def test_what_is_decoded_has_the_shapes_and_dtypes_that_were_sent(text):
+def test_decoding_restores_shapes_and_dtypes(text):
     x = tree()
     _, _, back = compiled(text)(x, None, KEY)
 
@@ -135,7 +135,7 @@ def test_bytes_are_those_of_the_arrays_of_a_message(text):
 
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
-def test_zeros_are_zeros_and_compile_nothing_anew(text):
+def test_zeros_decode_to_zeros_without_recompilation(text):
     x = tree()
     go = compiled(text)
     _, state, _ = go(x, None, KEY)
@@ -149,7 +149,7 @@ def test_zeros_are_zeros_and_compile_nothing_anew(text):
 
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
-def test_promotes_nothing_unasked(text):
+def test_no_dtype_is_promoted_implicitly(text):
     built = compression.parse(text)
     x = tree()
     with jax.numpy_dtype_promotion("strict"):
@@ -160,7 +160,7 @@ def test_promotes_nothing_unasked(text):
 
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
-def test_tensors_without_values(text):
+def test_empty_tensors_are_compressed(text):
     built = compression.parse(text)
     x = {"none": np.zeros((0, 3), np.float32), "some": np.ones((2, 2), np.float32)}
     go = jax.jit(lambda x: built.decode(built.encode(x, built.init(x), KEY)[0]))
@@ -221,7 +221,7 @@ def test_exact_values_survive(text, values):
     np.testing.assert_allclose(round_trip(text, x), x, rtol=1e-6)
 
 
-def test_what_is_too_large_for_a_float16_is_its_largest():
+def test_values_beyond_float16_saturate():
     assert round_trip("float16", np.float32([7e4, -1e30])).tolist() == [65504, -65504]
 
 
@@ -357,7 +357,7 @@ def test_chunked_top_k_keeps_k_per_chunk():
     ("shape", "sent"),
     [((64, 64), 128), ((64, 128), 256), ((32, 64), 64), ((64,), 2), ((3,), 1)],
 )
-def test_smaller_chunks_send_as_large_a_share(shape, sent):
+def test_smaller_chunks_send_the_same_share(shape, sent):
     """128 of 4096, 1 of 32; a vector's chunk of 64 sends 2, not itself."""
     rng = np.random.default_rng(0)
     back = round_trip("chunked_top_k(128)", rng.normal(size=shape).astype(np.float32))
@@ -380,7 +380,7 @@ def test_dct_top_k_against_scipy():
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (9, 4), (2, 3, 4), (5, 2, 2, 3)])
-def test_all_coefficients_give_everything_back(shape):
+def test_dct_with_all_coefficients_is_lossless(shape):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     back = round_trip("dct_top_k(16, 4)", x)
     np.testing.assert_allclose(back, x, atol=1e-6)
@@ -478,7 +478,7 @@ def test_bytes_by_hand(text, nbytes):
         "dct_top_k(2, 4)", "threshold(0.1, every=4)", "low_rank(1, int4())",
     ],
 )  # fmt: skip
-def test_what_was_sent_and_the_residual_are_what_was_meant(inner):
+def test_messages_and_the_residual_add_up_to_the_input(inner):
     text = f"error_feedback({inner})"
     state = compression.parse(text).init(tree())
     meant = 0.0
@@ -498,7 +498,7 @@ def test_what_was_sent_and_the_residual_are_what_was_meant(inner):
     assert max(residuals[10:]) < 2.5 * max(residuals[:10])
 
 
-def test_no_residual_begins_with_what_is_not_finite():
+def test_the_first_residual_is_zero_where_parameters_are_not_finite():
     tree = jnp.array([jnp.inf, jnp.nan, 1.0])
     assert not compression.parse("ef+int8").init(tree).residual.any()
 
@@ -562,7 +562,9 @@ def test_one_message_per_region_under_vmap(text):
         ("factors", compression.low_rank),
     ],
 )
-def test_names_and_factories_are_no_compressors(monkeypatch, argument, build, value):
+def test_names_and_factories_are_refused_as_compressors(
+    monkeypatch, argument, build, value
+):
     build = inspect.unwrap(build)
     if argument != "inner":
         plain = inspect.unwrap(compressor.stateless)

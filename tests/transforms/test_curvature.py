@@ -140,7 +140,7 @@ def test_before_its_first_step_adam_has_a_second_moment_of_zero():
     np.testing.assert_allclose(moment["w"], [[0, 0], [0.1 / 0.75, 0.2 / 0.75]])
 
 
-def test_in_the_units_of_an_adam_without_a_step_nothing_is_corrected(problem):
+def test_hessian_vector_in_units_of_adam_is_zero_before_adams_first_step(problem):
     extra, _ = problem
     extra |= {"learning_rate": 0.3, "second_moment": jax.tree.map(jnp.zeros_like, NU)}
     product = call(curvature.hessian_vector("adam"), D, **extra)
@@ -240,7 +240,7 @@ def test_wrong_arguments_are_named(build, message):
         build()
 
 
-def test_gradients_of_a_rate_of_zero_correct_nothing():
+def test_a_learning_rate_of_zero_gives_no_correction():
     """Schedules end there; a rate above it has g g D / (rate H)."""
     chosen = curvature.outer_product(sync_interval=10, units="gradient")
     g = jnp.array([1e-3, 0.0])
@@ -252,7 +252,7 @@ def test_gradients_of_a_rate_of_zero_correct_nothing():
 
 @pytest.mark.parametrize("shape", [(2,), ()])  # A number below blocks is no stack.
 @pytest.mark.parametrize("eps", [0.0, 1e-50])
-def test_what_did_not_move_is_not_corrected(eps, shape):
+def test_a_layer_that_did_not_move_is_not_corrected(eps, shape):
     one = jnp.ones(shape)
     chosen = curvature.normalized_outer_product(eps=eps, scope="layer")
 

@@ -97,7 +97,7 @@ def test_three_steps_are_the_formula():
                 )
 
 
-def test_scanned_and_unscanned_blocks_move_alike():
+def test_muon_moves_scanned_and_unscanned_blocks_equally():
     scanned, _ = run(muon(0.1), params())
     unscanned, _ = run(muon(0.1), params(is_scanned=False))
     for i, block in unscanned["blocks"].items():
@@ -165,7 +165,7 @@ def steps_of(transform, gradients=GRADIENTS):
 @pytest.mark.parametrize(
     ("b1s", "weights"), [(B1S, WEIGHTS), ((0.999,), (0.7,)), (B1S, (0.3, 0.7))]
 )
-def test_it_is_its_formula(b1s, weights):
+def test_mt_adam_equals_its_formula(b1s, weights):
     with jax.enable_x64(True):
         actual = steps_of(scale_by_mt_adam(b1s, weights, B2, EPS))
 

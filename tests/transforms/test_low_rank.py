@@ -41,7 +41,7 @@ def test_equal_singular_values_count_whole():
     np.testing.assert_allclose(low_rank.effective_rank(np.zeros((3, 3))), 1)
 
 
-def test_it_is_the_mean_over_tensors_and_of_no_tensor_an_error():
+def test_effective_rank_is_the_mean_over_tensors():
     tree = {"a": np.eye(3), "b": [np.ones((4, 4)), None]}
     np.testing.assert_allclose(low_rank.effective_rank(tree), 2, rtol=1e-5)
     with pytest.raises(ValueError, match="without leaves"):
@@ -202,7 +202,7 @@ def power_sgd_round(trees, states):
     return arrived, [power_sgd.PowerSgdState(e, right) for e in kept]
 
 
-def test_of_one_region_it_is_low_rank_with_error_feedback():
+def test_power_sgd_of_one_region_is_low_rank_with_error_feedback():
     built = error_feedback(low_rank.low_rank(rank=2))
     tree = {"blocks/up": STACK, "w": TREE["w"], "b": TREE["b"]}
     state = built.init(tree)
@@ -215,7 +215,7 @@ def test_of_one_region_it_is_low_rank_with_error_feedback():
         assert_all_close(states[0].residual, state.residual, atol=1e-4)
 
 
-def test_of_many_regions_it_is_low_rank_of_their_mean():
+def test_power_sgd_of_many_regions_is_low_rank_of_their_mean():
     """Where each region's own factors of rank 2 would add up to rank 6."""
     trees = [{"w": matrix(12, 10, 6, seed)} for seed in range(3)]
     arrived, states = power_sgd_round(trees, [power_sgd.init(t, 2) for t in trees])
@@ -236,7 +236,7 @@ def test_of_many_regions_it_is_low_rank_of_their_mean():
     np.testing.assert_allclose(states[2].residual["w"], kept, atol=1e-5)
 
 
-def test_of_what_arrives_whole_nothing_is_remembered():
+def test_a_tensor_sent_in_full_has_no_residual():
     """However much regions disagree, as for A_m - A^ it would be."""
     trees = [{"b": np.ones(3, np.float32)}, {"b": -np.ones(3, np.float32)}]
     states = [power_sgd.init(t, 6) for t in trees]

@@ -57,7 +57,7 @@ def test_compressed_values_are_decoded_before_they_are_averaged():
 
 
 @pytest.mark.parametrize("text", ["int4", "ef+lowrank:2", "threshold"])
-def test_messages_that_cannot_be_read_are_named(text):
+def test_messages_without_places_are_refused(text):
     compressor = compression.parse(text)
     with pytest.raises(ValueError, match="average_duplicates cannot read messages of"):
         average_duplicates((), compressor)

@@ -149,7 +149,7 @@ def test_a_move_that_is_not_finite_is_no_usual_one():
     assert state.num_rounds == 3
 
 
-def test_the_gap_has_a_gradient_where_nothing_moved():
+def test_the_staleness_gap_has_a_finite_gradient_at_zero():
     transform = outer.scale_by_staleness_gap()
     stale = jnp.zeros(2)
     state = transform.init(stale)._replace(mean_move=jnp.float32(1), num_rounds=1)
@@ -289,7 +289,7 @@ def test_look_ahead_without_a_momentum_is_refused():
         start(params, optax.sgd(1.0, momentum=0.5).init(params))
 
 
-def test_looking_ahead_leaves_what_is_masked_where_it_is():
+def test_look_ahead_leaves_masked_parameters_unchanged():
     start = outer.look_ahead(1.0, 0.5)
     params = {"a": jnp.ones(1), "b": jnp.ones(1)}
     masked = optax.masked(outer.mla(1.0, 0.5), {"a": True, "b": False})

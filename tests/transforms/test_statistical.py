@@ -40,7 +40,7 @@ def test_codes_and_table_by_hand():
 
 
 @pytest.mark.parametrize("draw", ["normal", "laplace", "exponential"])
-def test_it_is_its_formula(draw):
+def test_stat2_equals_its_formula(draw):
     x = getattr(np.random.default_rng(1), draw)(size=(13, 37))
     expected = family_reference.stat2(x)
     assert len(np.unique(expected)) == (3 if draw == "exponential" else 4)

@@ -73,7 +73,7 @@ def test_the_kth_value_reaches_its_own_threshold_in_float64():
     np.testing.assert_array_equal(decoded[0], [0, x[1]])
 
 
-def test_zeros_leave_room_for_what_is_not():
+def test_values_that_are_not_zero_are_sent_before_zeros():
     x = np.zeros(20)
     x[-1] = 3.0
     decoded, states = run(threshold(density=0.1), [x])
@@ -115,7 +115,7 @@ def test_positions_come_in_order_and_then_padding(size, share):
     np.testing.assert_array_equal(places[len(wanted) :], size)
 
 
-def test_between_sorts_nothing_is_sorted():
+def test_steps_between_refreshes_sort_nothing():
     compressor = threshold()
     x = np.ones(1000)
     program = str(jax.make_jaxpr(compressor.encode)(x, compressor.init(x)))

@@ -134,7 +134,7 @@ def test_a_clock_that_is_set_back_across_a_restart_loses_no_region(make):
     regions.check()
 
 
-def test_a_frozen_region_merges_nothing_alone_when_it_wakes(make):
+def test_a_region_that_wakes_does_not_merge_alone(make):
     """Long after the others went on without it, it comes back in its process."""
     regions = make(3)
     first, second, third = map(regions.start, range(3))
@@ -162,7 +162,7 @@ def assert_newer_goes_on(regions, newer, older):
 # Over sockets the newer one has the address: see below.
 @pytest.mark.parametrize("make", ["folder"], indirect=True)
 @pytest.mark.parametrize("wakes", ["early", "late"])
-def test_of_two_lives_of_a_region_the_newer_goes_on(make, wakes):
+def test_the_newer_of_two_lives_of_a_region_goes_on(make, wakes):
     """The older is woken before the newer has its seat, or long after."""
     regions = make(2)
     other = regions.start(0)
@@ -181,7 +181,7 @@ def test_of_two_lives_of_a_region_the_newer_goes_on(make, wakes):
 
 @pytest.mark.parametrize("make", ["sockets"], indirect=True)
 @pytest.mark.parametrize("wakes", ["early", "late"])
-def test_a_life_whose_address_another_has_ends_once_it_has_a_seat(make, wakes):
+def test_an_older_life_ends_once_a_newer_one_at_its_address_has_a_seat(make, wakes):
     """As where a scheduler moves a region, and its name with it.
 
     Nobody connects to the older life any more; the others answer on its connections.
@@ -203,7 +203,7 @@ def test_a_life_whose_address_another_has_ends_once_it_has_a_seat(make, wakes):
 
 
 @pytest.mark.parametrize("make", ["folder"], indirect=True)
-def test_two_starts_of_a_region_through_a_store_leave_the_newer(make):
+def test_of_two_starts_of_a_region_through_a_store_one_goes_on(make):
     regions = make(2)
     other, older, newer = map(regions.start, (0, 1, 1))
     codes = {}

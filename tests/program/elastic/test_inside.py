@@ -63,7 +63,7 @@ def regions(request, tmp_path, monkeypatch):
         link.__exit__(None, None, None)
 
 
-def test_all_processes_take_the_same_decisions(regions):
+def test_every_process_of_a_region_takes_the_same_decisions(regions):
     (single,), three = regions
     assert at_once(lambda link: link.join(30), [single, *three]) == [None] * 4
 
@@ -93,7 +93,7 @@ def test_all_processes_take_the_same_decisions(regions):
     at_once(lambda link: link.finish(30), [single, *three])
 
 
-def test_all_processes_are_let_in_with_one_copy_and_fall_behind_together(regions):
+def test_processes_of_a_region_are_admitted_and_left_behind_together(regions):
     (single,), three = regions
     at_once(lambda link: link.join(30), [single, *three])
 
@@ -117,7 +117,7 @@ def test_all_processes_are_let_in_with_one_copy_and_fall_behind_together(regions
     assert all(isinstance(error, LeftBehindError) for error in errors)
 
 
-def test_all_processes_of_a_region_that_was_started_again_end(regions):
+def test_every_process_of_a_superseded_region_ends(regions):
     (single,), three = regions
     at_once(lambda link: link.join(30), [single, *three])
     three[0]._link._member.is_superseded = True
@@ -125,7 +125,7 @@ def test_all_processes_of_a_region_that_was_started_again_end(regions):
     assert [type(error) for error in errors] == [SupersededError] * 3
 
 
-def test_who_waits_for_a_process_that_has_ended_hears_it(regions):
+def test_processes_that_wait_for_one_that_ended_raise_its_error(regions):
     _, three = regions
     three[0].__exit__(OSError, OSError("disk full"), None)
     errors = at_once(lambda link: link.at(3), three[1:])
@@ -134,7 +134,7 @@ def test_who_waits_for_a_process_that_has_ended_hears_it(regions):
     three.pop(0)
 
 
-def test_a_process_hears_that_its_region_has_no_link():
+def test_a_process_raises_if_its_region_has_no_link():
     def taken():
         raise OSError("port 5 is taken")
 
@@ -144,7 +144,7 @@ def test_a_process_hears_that_its_region_has_no_link():
         listener.hears_others(0.1)
 
 
-def test_calls_that_are_not_alike_are_said(regions):
+def test_processes_that_make_different_calls_are_refused(regions):
     _, three = regions
     three[0].hears_others(0.01)
     three[1].hears_others(0.01)
@@ -154,7 +154,7 @@ def test_calls_that_are_not_alike_are_said(regions):
         three[1].hears_others(0.01)
 
 
-def test_processes_that_do_not_come_are_waited_for_so_long():
+def test_the_wait_for_processes_that_do_not_connect_is_bounded():
     ears = inside.Ears(*meeting.places(1))
     with pytest.raises(TimeoutError, match="2 processes of this region did not con"):
         ears.wait_for(2, 0.1, lambda: False)
@@ -175,7 +175,7 @@ def test_process_0_ends_the_waits_of_all_processes_of_a_region(regions):
     assert at_once(lambda link: link.at(5), three) == [{}] * 3
 
 
-def test_all_processes_of_a_region_stop_before_it_takes_part():
+def test_every_process_stops_before_its_region_takes_part():
     processes = meet(meeting.places(2)[1], 2)
     processes[0].should_stop = lambda: True
     errors = at_once(lambda link: link.join(60), processes)

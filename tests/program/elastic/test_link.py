@@ -37,7 +37,7 @@ def places(request, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("places", ["sockets", "folder", "bucket"], indirect=True)
-def test_two_meet_agree_and_part_and_one_comes_back(places):
+def test_two_regions_meet_average_and_part_and_one_comes_back(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first:
         with Link(two, "run", 1000) as second:
@@ -84,7 +84,7 @@ def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
 
 
 @pytest.mark.parametrize("kind", ["plain", "curve", "bytes"])
-def test_a_stranger_is_not_heard(kind):
+def test_messages_of_a_stranger_are_ignored(kind):
     """Somebody who knows an address, and perhaps some key."""
     (place,) = meeting.places(1)
     letter = messages.pack(
@@ -168,7 +168,7 @@ def test_a_handshake_is_no_larger_than_a_piece_of_a_message():
                 assert is_closed != is_open
 
 
-def test_who_has_another_regions_address_gets_no_more_memory_than_who_connects(
+def test_a_stranger_at_a_regions_address_gets_no_more_memory_than_one_that_connects(
     monkeypatch,
 ):
     monkeypatch.setattr(sockets, "_GIVE_UP_S", 60)  # It opens no connection anew.
@@ -276,7 +276,7 @@ def test_every_wait_ends_when_the_region_is_asked_to_stop(wait):
         assert waits.result(STOP_S) in ends
 
 
-def test_who_was_asked_to_stop_does_not_ask_to_join():
+def test_a_region_that_was_asked_to_stop_does_not_ask_to_join():
     (place, _) = meeting.places(2)
     with Link(place, "run", 1000, is_announced=False) as link:
         link.should_stop = lambda: True
@@ -312,7 +312,7 @@ def test_a_wait_for_a_mean_ends_when_the_region_is_asked_to_stop(places, capfd):
     assert capfd.readouterr().err.count(said) == 1
 
 
-def test_another_run_is_told_apart(places):
+def test_regions_of_another_run_are_refused(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "other", 1000) as second:
         for link in (first, second):
@@ -321,7 +321,7 @@ def test_another_run_is_told_apart(places):
 
 
 @pytest.mark.parametrize("hears", [True, False])
-def test_another_run_is_in_the_way_of_who_hears_no_other_of_its_own(hears):
+def test_a_region_that_hears_only_another_run_gives_up(hears):
     member = types.SimpleNamespace(
         outbox=[], why_left="", is_in=False, hears_others=lambda: hears
     )
@@ -331,7 +331,7 @@ def test_another_run_is_in_the_way_of_who_hears_no_other_of_its_own(hears):
     assert bool(member.why_left) != hears
 
 
-def test_who_is_left_behind_hears_it_at_a_turns_end(places):
+def test_a_region_that_was_left_behind_learns_it_at_the_end_of_a_turn(places):
     (place,) = places(1)
     with Link(place, "run", 1000) as link:
         assert link.join(20) is None
@@ -341,13 +341,13 @@ def test_who_is_left_behind_hears_it_at_a_turns_end(places):
             link.at(3)
 
 
-def test_nobody_lets_it_in(places):
+def test_joining_times_out_if_no_region_answers(places):
     one, _ = places(2)
     with Link(one, "run", 1000) as link, pytest.raises(TimeoutError, match="region 0"):
         link.join(0.5)
 
 
-def test_who_has_a_seat_and_no_copy_gives_up(places):
+def test_an_admitted_region_whose_copy_is_lost_gives_up(places):
     timing = dataclasses.replace(TIMING, dead_after_s=1, start_s=2)
     one, two = places(2, timing=timing)
     with Link(one, "run", 1000) as first:
@@ -392,7 +392,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
         read_key(tmp_path / "none")
 
 
-def test_who_was_asked_to_stop_is_not_waited_for_while_it_saves(places):
+def test_a_region_that_saves_before_it_stops_is_not_waited_for(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000, step=0) as second:
         join(first, second)
@@ -401,7 +401,7 @@ def test_who_was_asked_to_stop_is_not_waited_for_while_it_saves(places):
         assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
 
 
-def test_who_waits_for_too_few_can_be_asked_to_stop(places):
+def test_a_region_that_waits_for_min_regions_can_be_asked_to_stop(places):
     one, two = places(2, min_regions=2)
     asked = []
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
@@ -416,7 +416,7 @@ def test_who_waits_for_too_few_can_be_asked_to_stop(places):
         assert first.at(9) == {}  # It ends, and was not left behind.
 
 
-def test_who_was_further_waits_until_the_others_have_come_there(places):
+def test_a_region_that_is_ahead_waits_until_the_others_reach_its_step(places):
     one, two = places(2, timing=dataclasses.replace(TIMING, start_s=0))
     with Link(one, "run", 1000) as first:
         first.join(30)
@@ -428,7 +428,7 @@ def test_who_was_further_waits_until_the_others_have_come_there(places):
             assert second.wait_for_step(7, 20) == 7
 
 
-def test_who_is_at_its_end_waits_for_the_others(places):
+def test_a_region_that_has_finished_waits_for_the_others(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
         join(first, second)

@@ -38,14 +38,14 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda x: type(x).__name__)
-def test_there_and_back(message):
+def test_messages_survive_packing_and_unpacking(message):
     letter = m.Letter("run", 2, 77, message)
     assert m.unpack(m.pack(letter), 3) == letter
 
 
 @given(st.data())
 @settings(max_examples=200)
-def test_anything_else_is_refused_and_nothing_else_happens(data):
+def test_a_malformed_message_raises_only_wire_error(data):
     frames = m.pack(m.Letter("run", 1, 7, data.draw(st.sampled_from(MESSAGES))))
     header = json.loads(frames[0])
     odd = st.recursive(
@@ -116,7 +116,7 @@ def test_the_difference_of_clocks_is_no_time(apart, latency, seconds):
     assert math.isclose(measured, seconds, abs_tol=1e-6)
 
 
-def test_what_never_comes_is_told_after_a_while():
+def test_a_missing_message_is_reported_after_a_while():
     times = Times(ME, 3, wait_s=2)
     times.sign(OTHER, 0.0, 0.0)
     times.came(OTHER, SYNC, 1.0, 1.5)
@@ -126,7 +126,7 @@ def test_what_never_comes_is_told_after_a_while():
     assert times.due(5.0) == []
 
 
-def test_the_matrix_of_what_all_have_told():
+def test_reports_of_all_regions_make_the_matrix_of_seconds():
     """By hand: 2's message came to 0 in 0.25 s and never to 1."""
     times = Times(ME, 3, wait_s=2)
     times.learn(0, m.Report(SYNC, ((1, 0.5), (2, 0.25)), 1.0), 0.0)
@@ -146,7 +146,7 @@ def test_the_matrix_of_what_all_have_told():
     assert times.finished([0, 1, 2], 99.0) == []
 
 
-def test_who_is_silent_is_no_sender_and_no_receiver():
+def test_a_silent_region_is_infinitely_late_as_sender_and_receiver():
     times = Times(ME, 3, wait_s=2)
     times.learn(0, m.Report(SYNC, ((1, 0.5),), 1.0), 0.0)
     times.learn(1, m.Report(SYNC, ((0, 0.75),), 1.0), 0.0)

@@ -79,7 +79,7 @@ def test_an_object_of_another_name_or_key_is_refused(key, name):
         opened(name, sealed, *unseal(key, name, sealed, 40))
 
 
-def test_no_more_than_the_head_is_read_of_what_is_too_long():
+def test_only_the_head_of_an_object_that_is_too_long_is_read():
     sealed = seal(KEY, NAME, [b"header", b"x" * 1000])
     assert unseal(KEY, NAME, sealed[:100], 1000)[0] == (6, 1000)
     with pytest.raises(RefusedError, match="a frame of 1000 bytes, more than 999"):
@@ -109,7 +109,9 @@ def test_a_large_message_is_one_object_for_all(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_who_has_not_the_key_is_not_heard_and_said_once(tmp_path, capfd):
+def test_objects_without_a_valid_signature_are_ignored_and_reported_once(
+    tmp_path, capfd
+):
     first, second = places(2, tmp_path)
     with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
         join(one, two)
@@ -157,7 +159,7 @@ def test_a_store_that_fails_now_and_then_is_asked_again(tmp_path, capfd):
     assert "503 try later" in capfd.readouterr().err
 
 
-def test_what_fitted_of_a_write_that_failed_is_removed(tmp_path, monkeypatch):
+def test_the_part_of_a_failed_write_is_removed(tmp_path, monkeypatch):
     one, _ = (Objects(place, 1, 1000) for place in places(2, tmp_path))
     failed = mock.Mock(side_effect=OSError("no space"))
     monkeypatch.setattr(stores.os, "replace", failed)
@@ -165,7 +167,7 @@ def test_what_fitted_of_a_write_that_failed_is_removed(tmp_path, monkeypatch):
     wait_until(lambda: failed.called and not [*tmp_path.iterdir()])
 
 
-def test_what_could_not_be_read_is_read_again(tmp_path, capfd):
+def test_a_failed_read_is_repeated(tmp_path, capfd):
     one, two = (Objects(place, 1, 1 << 20) for place in places(2, tmp_path))
     read = two._store.read
     failed = set()
@@ -187,7 +189,7 @@ def test_what_could_not_be_read_is_read_again(tmp_path, capfd):
     assert "503 try later" in capfd.readouterr().err
 
 
-def test_what_is_no_file_is_neither_waited_for_nor_followed(tmp_path, capfd):
+def test_pipes_links_and_sockets_in_a_store_are_ignored(tmp_path, capfd):
     """Six pipes were enough: reading them never returned, and nobody read the rest."""
     first, second = places(2, tmp_path)
     with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
@@ -253,7 +255,7 @@ def test_names_that_no_member_made_are_not_opened(tmp_path, monkeypatch):
     assert not {*opened} & {*strange}
 
 
-def test_who_needs_long_to_list_a_store_rests_nine_times_as_long(tmp_path):
+def test_a_store_that_is_slow_to_list_is_listed_a_tenth_of_the_time(tmp_path):
     """As where it is full of strange names."""
     (channel,) = (Objects(place, 1, 1000) for place in places(1, tmp_path))
     list_all = channel._store.list
@@ -270,7 +272,7 @@ def test_who_needs_long_to_list_a_store_rests_nine_times_as_long(tmp_path):
     channel.close()
 
 
-def test_a_store_whose_calls_hang_does_not_keep_the_others_waiting(tmp_path, capfd):
+def test_reads_that_hang_do_not_delay_other_reads(tmp_path, capfd):
     """As on a dead network file system: more reads hang than there are threads."""
     timing = Timing(beat_s=0.05, dead_after_s=0.2)
     one, two = (Objects(x, 1, 1 << 20) for x in places(2, tmp_path, timing=timing))
@@ -359,7 +361,7 @@ def test_a_call_that_never_returns_does_not_keep_a_process_alive(tmp_path):
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
 
 
-def test_what_is_old_is_removed_by_its_writer_and_read_by_nobody(tmp_path):
+def test_old_objects_are_removed_by_their_writer_and_never_read(tmp_path):
     def names(region):
         return {x.name for x in tmp_path.iterdir() if x.name.startswith(f"00{region}")}
 
@@ -394,7 +396,7 @@ def test_what_is_old_is_removed_by_its_writer_and_read_by_nobody(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(fields, message):
+def test_invalid_places_are_refused_in_one_line(fields, message):
     fields = {"region": 0, "addresses": (), "via": "/x", "regions": 2} | fields
     with pytest.raises(ValueError, match=message):
         Place(**fields, key=KEY, timing=TIMING)

@@ -210,13 +210,13 @@ IMPATIENT = dataclasses.replace(TIMING, grace_s=1, max_behind=2)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 5))
 @settings(max_examples=50, deadline=None)
 @example(3, 3)
-def test_no_two_regions_of_a_view_take_different_means(timing, leaves, seed, num):
+def test_regions_of_a_view_never_take_different_means(timing, leaves, seed, num):
     run(seed, num, 400, timing, leaves)
 
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=15, deadline=None)
-def test_whoever_is_left_goes_on_and_all_come_back(seed):
+def test_survivors_go_on_and_every_region_comes_back(seed):
     world = run(seed, 4, 300)
     for region in range(4):
         if region not in world.members or world.members[region].why_left:
@@ -240,7 +240,7 @@ def test_whoever_is_left_goes_on_and_all_come_back(seed):
     assert sorted(last[0]) == [0, 1, 2, 3]
 
 
-def test_all_begin_together_and_every_mean_is_of_all():
+def test_regions_begin_together_and_every_mean_has_every_region():
     world = settled(3)
     assert {m.view.epoch for m in world.members.values()} == {(1, 0, 1)}
     assert set(world.logs[0][0, 1]) == {0, 1, 2}
@@ -265,7 +265,7 @@ def until(world, kind):
     raise AssertionError(kind)
 
 
-def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
+def test_a_request_to_join_that_arrives_after_a_beat_is_ignored():
     """A region that is not in yet must not take the others for beginners too."""
     world = World(2)
     world.kill(1)
@@ -295,7 +295,7 @@ def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
     assert not late.hears_others()
 
 
-def test_what_one_survivor_knows_of_a_dead_coordinator_holds_for_all():
+def test_a_decision_that_one_survivor_knows_holds_for_every_survivor():
     world = settled(3)
     at_choice = until(world, messages.Choice)
     dest, sender, _, choice = world.network[at_choice]
@@ -318,7 +318,7 @@ def test_what_one_survivor_knows_of_a_dead_coordinator_holds_for_all():
     assert 0 in world.logs[other][choice.sync]
 
 
-def test_what_nobody_knows_is_decided_anew_without_the_dead():
+def test_a_decision_that_died_with_its_coordinator_is_taken_without_it():
     world = settled(3)
     at_choice = until(world, messages.Choice)
     sync = world.network[at_choice][3].sync
@@ -339,7 +339,7 @@ def test_the_message_of_a_dead_region_counts_once_the_coordinator_has_it():
     assert 1 in world.logs[0][0, waiting[1] - 3]
 
 
-def test_a_coordinator_that_was_only_silent_finds_the_others_gone_on():
+def test_a_coordinator_that_falls_silent_is_left_behind():
     world = settled(3)
     silent = world.members.pop(0)
     world.settle(20)
@@ -353,7 +353,7 @@ def test_a_coordinator_that_was_only_silent_finds_the_others_gone_on():
     assert set(world.members[2].view.seats) == {0, 1, 2}
 
 
-def test_a_promise_of_a_view_that_never_came_about_is_made_good():
+def test_after_a_promise_of_a_view_that_was_never_installed_every_region_takes_part():
     """The coordinator only seemed dead to the one that proposed it."""
     world = settled(3)
     world.members[1]._propose(world.members[1].view.seats, world.now)
@@ -384,7 +384,7 @@ def test_a_promise_may_take_longer_than_until_the_next_proposal():
     assert {tuple(m.view.seats) for m in world.members.values()} == {(0, 1, 2)}
 
 
-def test_what_the_next_view_may_need_is_not_forgotten():
+def test_rows_that_the_next_view_may_need_are_kept():
     world = settled(3)
     _, follower, _ = world.members.values()
     promised = follower._promised
@@ -404,7 +404,7 @@ def cut_in_two(world, left, seconds):
         world.turn(arrives=lambda dest, sender: (dest in left) == (sender in left))
 
 
-def test_of_two_parts_the_larger_goes_on():
+def test_the_larger_part_of_a_partition_goes_on():
     world = settled(5)
     cut_in_two(world, {0, 1}, 30)
     assert {len(m.view.seats) for m in world.members.values()} == {2, 3}
@@ -418,7 +418,7 @@ def test_of_two_parts_the_larger_goes_on():
     assert all(len(m.view.seats) == 5 for m in world.members.values())
 
 
-def test_too_few_wait_where_a_number_is_asked_for():
+def test_fewer_than_min_regions_wait():
     world = settled(5, min_regions=3)
     before = world.steps[0]
     cut_in_two(world, {0, 1}, 60)
@@ -438,7 +438,7 @@ def come_back(world, seconds):
 
 
 @pytest.mark.parametrize(("num", "stays"), [(2, 0), (2, 1), (3, 0), (3, 1)])
-def test_fewer_than_a_number_go_on_once_others_are_back(num, stays):
+def test_fewer_than_min_regions_go_on_once_others_are_back(num, stays):
     """The one that stays coordinates or not, and waits for a mean."""
     world = settled(num, min_regions=2)
     stays = (world.members[0].coordinator + stays) % num
@@ -458,7 +458,7 @@ def test_fewer_than_a_number_go_on_once_others_are_back(num, stays):
     assert all(len(m.view.seats) == num for m in world.members.values())
 
 
-def test_who_began_alone_goes_on_after_a_joiner_died():
+def test_a_region_that_began_alone_goes_on_after_a_joiner_died():
     """A view of fewer than min_regions, which a run begins with, can be taken up."""
     world = World(2, min_regions=2)
     world.boot(0, 100)
@@ -475,7 +475,7 @@ def test_who_began_alone_goes_on_after_a_joiner_died():
     assert min(world.steps.values()) > 110
 
 
-def test_who_missed_that_the_others_began_anew_follows_them():
+def test_a_region_that_missed_a_restart_of_the_others_follows_them():
     """Their epochs may be lower than that of its view."""
     world = settled(3, min_regions=2)
     for _ in range(3):  # Of later views.
@@ -552,7 +552,7 @@ def test_a_dead_life_with_a_higher_number_does_not_end_the_one_after_it():
     assert all(len(m.view.seats) == 3 for m in world.members.values())
 
 
-def test_who_is_asked_to_stop_says_it_until_it_is_heard():
+def test_a_region_that_leaves_says_so_until_the_others_hear_it():
     """Within two beats the others have a mean without it, where dead_after is five."""
     world = settled(3)
     leaver = next(iter(world.members.values())).coordinator  # Whoever decides.
@@ -617,16 +617,16 @@ def parted(seed, num, stays):
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4))
 @settings(max_examples=60, deadline=None)
 @example(AT_ONCE, 3)
-def test_who_stays_until_it_is_not_needed_takes_no_decision_along(seed, num):
+def test_a_region_that_stays_until_it_is_not_needed_loses_no_decision(seed, num):
     assert parted(seed, num, stays=True) == {frozenset(range(num))}
 
 
-def test_who_leaves_at_once_takes_its_decision_along():
+def test_a_region_that_leaves_at_once_may_lose_a_decision():
     assert len(parted(AT_ONCE, 3, stays=False)) > 1
 
 
 @pytest.mark.parametrize("straggler", [0, 2])
-def test_what_is_kept_for_a_straggler_has_an_end(straggler):
+def test_state_kept_for_a_straggler_is_bounded(straggler):
     """Whether it coordinates or not; and it comes back to where the others are."""
     world = settled(3, timing=dataclasses.replace(TIMING, grace_s=1, max_behind=8))
     others = {0, 1, 2} - {straggler}
@@ -649,7 +649,7 @@ def test_what_is_kept_for_a_straggler_has_an_end(straggler):
     assert set(world.members[1].view.seats) == {0, 1, 2}
 
 
-def test_a_view_that_was_promised_and_never_came_is_proposed_again():
+def test_a_view_that_was_promised_and_never_installed_is_proposed_again():
     world = settled(3)
     del world.members[2]
     at = until(world, messages.Propose)
@@ -662,7 +662,7 @@ def test_a_view_that_was_promised_and_never_came_is_proposed_again():
     assert world.steps[1] > 20
 
 
-def test_who_is_heard_and_does_not_hear_is_not_waited_for():
+def test_a_region_that_sends_but_receives_nothing_is_left_out():
     world = settled(3)
     for _ in range(15):
         world.turn(arrives=lambda dest, sender: dest != 2)
@@ -677,7 +677,7 @@ def test_who_is_heard_and_does_not_hear_is_not_waited_for():
     assert world.members[2].why_left
 
 
-def test_who_listens_for_long_before_it_asks_is_let_in():
+def test_a_region_that_listens_for_long_before_it_asks_is_admitted():
     world = settled(2)
     world.boot(1)
     world.members[1].is_announced = False
@@ -853,7 +853,7 @@ def test_only_the_life_that_coordinates_a_view_decides_in_it(who):
     assert sync not in member._book.decided
 
 
-def test_only_the_life_in_its_name_proposes_a_view_and_has_it_hold():
+def test_only_the_life_that_a_view_names_proposes_and_installs_it():
     world = settled(3)
     member = world.members[1]
     before = member.view
@@ -874,7 +874,7 @@ def test_only_the_life_in_its_name_proposes_a_view_and_has_it_hold():
     assert member.view == view
 
 
-def test_no_two_views_of_a_region_that_starts_anew_have_one_name():
+def test_views_of_a_region_that_restarts_have_different_epochs():
     names = []
     for _ in range(2):
         world = World(2)
@@ -888,7 +888,7 @@ def test_no_two_views_of_a_region_that_starts_anew_have_one_name():
 
 
 @pytest.mark.parametrize("region", [0, 1])
-def test_who_was_held_up_does_not_take_the_others_for_dead(region):
+def test_a_region_that_was_frozen_does_not_take_the_others_for_dead(region):
     """It looks at the time before it reads what they have sent."""
     world = settled(3)
     frozen = world.members.pop(region)
@@ -918,7 +918,7 @@ def test_who_was_held_up_does_not_take_the_others_for_dead(region):
     assert {m.view.epoch.round for m in world.members.values()} == {1}
 
 
-def test_who_was_held_up_gives_the_others_their_full_time_once():
+def test_time_that_a_region_was_frozen_does_not_count_as_silence_of_others():
     """They had been silent for 4 s of 5, and it did not read for 3 s more."""
     hearing = Hearing((0, 1), 5.0)
     hearing.hear(1, 7, messages.Join(0, ()), 0.0, True)
@@ -931,7 +931,7 @@ def test_who_was_held_up_gives_the_others_their_full_time_once():
     assert not hearing.sends(1, 7, 13.1)
 
 
-def test_who_is_held_up_again_and_again_still_sees_that_another_is_dead():
+def test_a_region_that_freezes_again_and_again_still_detects_a_death():
     world = settled(3)
     world.kill(2)
     for _ in range(30):
@@ -941,7 +941,7 @@ def test_who_is_held_up_again_and_again_still_sees_that_another_is_dead():
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_rows_that_do_not_come_directly_are_asked_for_at_once(is_cut):
+def test_rows_that_do_not_arrive_directly_are_requested_at_once(is_cut):
     """The link between the two regions that do not coordinate is dead."""
     world = settled(3)
     leader = world.members[0].coordinator
@@ -993,7 +993,7 @@ def marks_of(world, step, values):
         ({0: 0.5, 1: 0.5}, set()),  # That of 2 is not here.
     ],
 )
-def test_who_differs_from_most_takes_a_copy(values, astray):
+def test_regions_whose_outer_model_differs_from_most_take_a_copy(values, astray):
     world = settled(3)
     assert world.members[0].coordinator == 0
     marks_of(world, world.steps[0] - 1, values)

@@ -108,7 +108,7 @@ def devices(tree):
 
 
 @pytest.mark.parametrize("compress", [None, "int8"])
-def test_two_channels_give_the_run_of_one_bit_for_bit(compress):
+def test_two_channels_train_what_one_does_bit_for_bit(compress):
     ends = []
     for outer_channels in (1, 2):
         made = program(outer_channels, compress=compress)
@@ -118,7 +118,7 @@ def test_two_channels_give_the_run_of_one_bit_for_bit(compress):
     tiny.assert_same(*ends)
 
 
-def test_regions_that_measure_tell_their_times_on_either_channel():
+def test_measured_times_arrive_on_either_channel():
     heard = []
     for outer_channels in (1, 2):
         made = program(outer_channels, sync_interval=8, delay_steps="auto")

@@ -231,7 +231,7 @@ def test_every_shard_has_the_same_bits(num_rings):
             np.testing.assert_array_equal(other, shards[0])
 
 
-def test_a_sum_is_nothing_but_permutations_of_chunks():
+def test_a_ring_sum_has_no_collective_but_permutations_of_chunks():
     """As many messages and numbers as `num_sent` says, counted in the program."""
     ring_sum = make_ring_sum(make_mesh(5), ByRings(3))
     text = str(jax.make_jaxpr(ring_sum)(make_tree(5)))

@@ -31,7 +31,7 @@ def test_one_bit_is_seen_and_is_rounding(num, at):
     assert _is_near(mark(first), mark(other))
 
 
-def test_another_model_is_not_rounding():
+def test_a_different_model_is_not_taken_for_rounding():
     first = part(2 * LANES + 7)
     other = part(2 * LANES + 7)
     other["w"] = other["w"] + 0.01 * part(2 * LANES + 7)["w"][::-1]
@@ -68,7 +68,7 @@ def test_one_value_more_is_seen_in_every_dtype(dtype):
     assert mark(first).bits != mark(other).bits
 
 
-def test_what_is_not_finite_is_compared_by_its_bits():
+def test_values_that_are_not_finite_are_compared_by_their_bits():
     first = {"w": jnp.array([1.0, jnp.nan])}
     digest = mark(first)
     assert (digest.at, digest.scale) == (0, 0)

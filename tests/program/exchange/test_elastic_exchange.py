@@ -107,7 +107,9 @@ OF_EXPERTS = {"delay_steps": 2, "compress": "ef+int8", **mixture.OPTIONS}
         pytest.param("streaming_diloco", OF_EXPERTS, True, marks=pytest.mark.slow),
     ],
 )
-def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has_ports):
+def test_elastic_regions_train_what_one_process_does(
+    tiny, tmp_path, name, options, has_ports
+):
     tiny = mixture.in_place_of(tiny) if "expert_weights" in options else tiny
     # Two regions: each compiles programs of its own.
     method = methods.get(name, sync_interval=4, **options)
@@ -143,7 +145,7 @@ def with_nonsense(tiny):
         ("streaming_diloco", SHORT | {"compress": "int8", "robust_mean": "trim:0.25"}),
     ],
 )
-def test_nonsense_is_judged_alike_in_all_regions(tiny, name, options):
+def test_every_region_excludes_the_same_bad_messages(tiny, name, options):
     """And the region that sent it begins anew, as in one process with all of them."""
     method = methods.get(name, **options)
     outputs = assert_each_alone_as_together(with_nonsense(tiny), method, 4, 9)
@@ -196,7 +198,7 @@ def trained_late(tiny, method, late_message):
 
 
 @pytest.mark.parametrize("late_message", ["keep", "drop"])
-def test_the_work_of_a_message_that_came_too_late(tiny, late_message):
+def test_late_message_keeps_or_drops_the_progress_of_a_late_message(tiny, late_message):
     """By hand: the mean is zero, so the outer parameters stay theta_0."""
     method = methods.get("diloco", sync_interval=2)
     trained, merged, outer = trained_late(tiny, method, late_message)
@@ -269,7 +271,7 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
         ("delayed_nesterov", "."),
     ],
 )
-def test_what_cannot_be_jobs_is_refused_by_name(name, why):
+def test_methods_that_cannot_run_as_elastic_regions_are_refused_by_name(name, why):
     transport = Transport("elastic", place=places(4)[0])
     method = methods.get(name)
     pattern = (
@@ -304,7 +306,9 @@ def own(name, options, **place):
         ),
     ],
 )
-def test_what_follows_all_regions_or_the_delay_is_refused(name, options, place, why):
+def test_methods_that_follow_all_regions_or_the_delay_are_refused(
+    name, options, place, why
+):
     with pytest.raises(ValueError, match=why):
         own(name, options, **place)
 
@@ -332,7 +336,7 @@ def test_fewer_syncs_behind_than_are_in_flight_are_refused(options, late_mean, l
             behind(least - 1)
 
 
-def test_a_delay_that_is_looked_halfway_at_may_be_known_before():
+def test_a_merge_that_looks_halfway_is_allowed_with_a_fixed_delay():
     own("cocodc", SHORT | {"curvature": "secant"})
 
 
@@ -369,7 +373,7 @@ def test_channels_of_regions_that_come_and_go_are_refused():
         ({"timing": Timing(quorum=3)}, "quorum_regions=3 must be 1 to 2"),
     ],
 )
-def test_places_that_cannot_be_are_refused(change, message):
+def test_invalid_places_are_refused(change, message):
     fields = {"region": 0, "addresses": ("a:1", "b:2"), "key": KEY} | change
 
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -103,7 +103,7 @@ def sent_by(program):
     return {lowered.name: lowered.sent_bytes for lowered in listed}
 
 
-def test_a_program_lists_what_it_sends():
+def test_a_program_lists_the_bytes_it_sends():
     streaming, parallel = map(
         tiny.shared_program, ("streaming_diloco", "data_parallel")
     )

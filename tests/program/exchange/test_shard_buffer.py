@@ -88,7 +88,7 @@ def outer_of(processes):
 
 @pytest.mark.parametrize("dtypes", [{}, {"one": "i1", "odd": "?", "both": "f2"}])
 @pytest.mark.parametrize("processes", [None, (1, 2, 1, 1, 1), (1, 2, 1, 1, 2)])
-def test_what_is_laid_out_is_put_together_again(dtypes, processes):
+def test_packing_and_unpacking_a_buffer_restores_the_tree(dtypes, processes):
     mesh = make_mesh(2, data=2, model=2)
     tree = tree_of(dtypes)
     layout = ShardBuffer.of(mesh, shapes_of_one(tree), SPECS)
@@ -193,7 +193,7 @@ def sizes_in(text):
     return [math.prod(map(int, shape.split(","))) for shape in shapes]
 
 
-def test_no_device_of_a_region_has_a_fragment_whole():
+def test_no_device_of_a_region_holds_a_full_fragment():
     """Two regions of four devices, each of which has a fourth of every matrix."""
     mesh = make_mesh(2, 2, 2, jax.devices()[:8])
     program = make_program(mesh, 2, num_fragments=1)

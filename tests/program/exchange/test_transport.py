@@ -16,7 +16,7 @@ from tests.program import tiny
 FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
 
 
-def test_no_channels_are_refused_at_once():
+def test_zero_channels_and_a_place_without_elastic_are_refused():
     """So are other words than the choices, see `run/test_help.py`."""
     with pytest.raises(ValueError, match="outer_channels=0 must be at least 1"):
         Transport(outer_channels=0)
@@ -31,7 +31,7 @@ def test_no_channels_are_refused_at_once():
         ("delayed_nesterov", "a region that comes alone is answered at once"),
     ],
 )
-def test_what_must_stay_in_the_program_is_refused_outside(name, why):
+def test_methods_that_must_stay_in_the_program_are_refused_outside(name, why):
     method = methods.get(name)
     assert Transport("auto").resolve(method, num_processes=4) == "program"
     with pytest.raises(ValueError, match=f"exchange='outer' is not possible.*{why}"):
@@ -56,7 +56,7 @@ def test_automatic_is_outside_for_several_processes_only():
     assert Transport("program").resolve(method, num_processes=2) == "program"
 
 
-def test_what_regions_measure_needs_the_outer_mesh():
+def test_measured_delays_need_the_outer_mesh():
     method = methods.get("streaming_diloco", **FRAGMENTS, delay_steps="auto")
     assert Transport("auto").resolve(method, num_processes=1) == "outer"
     why = "exchange='program' is not possible .*'streaming_diloco'.*use"
@@ -70,7 +70,7 @@ def test_what_regions_measure_needs_the_outer_mesh():
 @pytest.mark.parametrize(
     ("exchange", "num_processes"), [("outer", 1), ("auto", 2)], ids=["asked", "auto"]
 )
-def test_as_many_channels_as_fragments(exchange, num_processes):
+def test_more_channels_than_fragments_are_refused(exchange, num_processes):
     method = methods.get("streaming_diloco", **FRAGMENTS, delay_steps=2)
     two, three = (Transport(exchange, outer_channels=n) for n in (2, 3))
     assert two.resolve(method, num_processes) == "outer"
@@ -89,7 +89,9 @@ def test_as_many_channels_as_fragments(exchange, num_processes):
         ("apart", "auto", 4),
     ],
 )
-def test_channels_that_nothing_would_take_are_refused(name, exchange, num_processes):
+def test_channels_without_messages_on_the_outer_mesh_are_refused(
+    name, exchange, num_processes
+):
     transport = Transport(exchange, outer_channels=2)
     why = (
         f"outer_channels=2 has no meaning for method='{name}' with exchange="
@@ -100,7 +102,7 @@ def test_channels_that_nothing_would_take_are_refused(name, exchange, num_proces
         transport.resolve(methods.get(name), num_processes)
 
 
-def test_a_route_is_what_was_resolved():
+def test_the_exchange_is_the_resolved_one():
     spec = tiny.shared_program("diloco")._syncs._spec
     inside, outside = (Transport().exchange_of(spec, k) for k in ("program", "outer"))
     assert isinstance(inside, InProgram)

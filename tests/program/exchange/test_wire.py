@@ -131,7 +131,7 @@ def encoded(name):
 
 
 @pytest.mark.parametrize("name", ["fp4", "int8", "ef+dct:8"])
-def test_in_a_window_it_crosses_as_one_buffer_in_shares(name):
+def test_a_message_of_a_window_crosses_as_one_buffer_in_shares(name):
     """Of two devices a region each receives half of every message, rounded up."""
     mesh = make_mesh(NUM_REGIONS, 2, devices=jax.devices()[: 2 * NUM_REGIONS])
     message, _ = encoded(name)
@@ -150,7 +150,7 @@ def test_messages_come_out_of_the_buffer_as_they_went_in(mesh):
     assert_same(there_and_back(jax.device_put(messages, regional(mesh))), messages)
 
 
-def test_an_uncompressed_one_is_summed(mesh):
+def test_an_uncompressed_message_is_summed(mesh):
     bytes_of, num_bytes = sent(mesh, None)
     assert bytes_of == {"all-reduce": num_bytes}
     assert num_bytes == 4 * NUM_VALUES
@@ -174,7 +174,7 @@ def test_a_pair_exchanges_between_two(mesh):
     assert bytes_of == {"collective-permute": 3 * 2 * 4 * NUM_VALUES}
 
 
-def test_neighbours_on_a_ring_tell_one_another(mesh):
+def test_neighbours_on_a_ring_send_one_message_each_way(mesh):
     """One message each way, in 8 bits with a scale for 256 values."""
     sync = methods.get("lt_admm").sync
     bytes_of, part = sent_to_neighbours(mesh, sync)

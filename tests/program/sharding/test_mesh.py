@@ -47,7 +47,7 @@ def test_the_region_axis_is_as_long_as_devices_and_regions_allow(
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
-def test_stages_lie_between_regions_and_data_and_positions_after_it():
+def test_mesh_axes_are_region_stage_data_expert_sequence_and_model():
     mesh = make_mesh(2, data=1, stage=2, sequence=2)
     assert tuple(mesh.shape.items()) == (
         ("region", 2),
@@ -69,7 +69,7 @@ def test_stages_lie_between_regions_and_data_and_positions_after_it():
         *(({name: 0}, f"{name}=0 must be at least 1") for name in INSIDE),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(sizes, message):
+def test_invalid_sizes_of_a_mesh_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(**{"num_regions": 2} | sizes)
 
@@ -144,7 +144,9 @@ def test_by_default_processes_share_the_regions_evenly(
         (4, (5, 1), "regions=4, each of 5 devices"),
     ],
 )
-def test_processes_that_cannot_are_told(three_of_two_processes, regions, axes, message):
+def test_processes_that_cannot_share_regions_evenly_are_refused(
+    three_of_two_processes, regions, axes, message
+):
     with pytest.raises(ValueError, match=message):
         make_mesh(regions, *axes)
 
@@ -220,7 +222,7 @@ def test_a_process_that_is_part_of_two_regions_is_refused(shards, text):
         outer_mesh(grid(devices, len(shards), 1, -1))
 
 
-def test_in_one_process_the_outer_mesh_is_one_device():
+def test_the_outer_mesh_of_one_process_is_one_device():
     mesh = make_mesh(4)
     assert outer_mesh(mesh).shape == dict.fromkeys(("process", *INSIDE), 1)
     (device,) = outer_mesh(mesh).devices.flat
@@ -253,7 +255,7 @@ print(*found)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own calls")
 @pytest.mark.parametrize("chosen", [{}, {"MALLOC_ARENA_MAX": "2"}])
-def test_pages_of_the_call_before_serve_the_next(chosen):
+def test_memory_that_a_call_frees_is_reused_by_the_next(chosen):
     names = ("GLIBC_TUNABLES", "MALLOC_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(names)}
 

@@ -92,13 +92,13 @@ def test_sums_and_means_are_those_over_all_regions(length, inside):
     assert_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_one_shard_moves_nothing():
+def test_one_shard_has_no_collective():
     """Also not between the devices of its region: all stays divided as it is."""
     assert not kinds_in(mesh_of(1, 2, 2))
     assert {"all-reduce", "all-gather"} <= kinds_in(mesh_of(2, 2, 2))
 
 
-def test_several_shards_are_held_to_what_they_say():
+def test_a_forgotten_mean_over_shards_fails_to_trace():
     """`check_vma` stays on: one shard's own value cannot pass for all shards'."""
     forgotten = region_map.region_shard_map(
         lambda x: x.mean(0), mesh_of(2), in_specs=P(REGION), out_specs=P()

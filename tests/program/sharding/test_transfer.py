@@ -26,7 +26,7 @@ def outside(mesh):
     return SingleDeviceSharding(outer_device(mesh))
 
 
-def test_host_values_lie_where_they_are_put(mesh, outside):
+def test_host_values_are_placed_as_asked(mesh, outside):
     placed = transfer.put(TREE, {"w": regional(mesh, P("data")), "n": outside})
     assert_same(placed, TREE)
     assert placed["w"].sharding == regional(mesh, P("data"))
@@ -58,7 +58,7 @@ def test_a_copy_that_the_first_device_has_is_borrowed(mesh):
         assert x.unsafe_buffer_pointer() == copy.unsafe_buffer_pointer()
 
 
-def test_what_is_elsewhere_is_moved_to_be_borrowed(mesh, outside):
+def test_a_copy_on_other_devices_is_moved_to_be_borrowed(mesh, outside):
     everywhere = transfer.put(TREE, NamedSharding(mesh, P()))
     borrowed = transfer.borrow(everywhere, dict.fromkeys(TREE, outside))
     assert_same(borrowed, TREE)

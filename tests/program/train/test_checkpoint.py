@@ -70,7 +70,7 @@ def restore(folder, program):
 
 
 @pytest.mark.parametrize(("name", "cut"), [("cocodc", 5), ("streaming_diloco", 6)])
-def test_another_program_goes_on_bit_for_bit(tiny, tmp_path, name, cut):
+def test_a_restored_run_goes_on_bit_for_bit_in_a_new_program(tiny, tmp_path, name, cut):
     """As in a new process, which compiles anew; between two events, and at one.
 
     The same program, with every method: `test_family.py` and `test_loop.py`.
@@ -251,7 +251,7 @@ class TestFailure:
 
         assert restore(folder, program)[0].step == 4
 
-    def test_what_a_killed_save_left_is_removed_by_who_alone_saves(self, saved):
+    def test_remains_of_a_killed_save_are_removed_by_the_only_writer(self, saved):
         program, state, folder = saved
         torn = folder / "3.orbax-checkpoint-tmp"
         torn.mkdir()
@@ -329,7 +329,7 @@ class TestFailure:
             restore(folder, program)
         writes.cancel()
 
-    def test_what_a_bucket_does_not_give_now_is_not_called_damaged(self, copied):
+    def test_a_failed_read_of_a_bucket_does_not_count_as_damage(self, copied):
         program, folder = copied
         damage(folder / "4", "truncate")
         (folder / "4" / checksums.FILE).unlink()
@@ -363,7 +363,7 @@ class TestFailure:
             ("empty", False, "arrays is missing"),
         ],
     )
-    def test_a_damaged_one_is_passed_over(
+    def test_a_damaged_checkpoint_is_passed_over(
         self, tiny, copied, harm, has_checksums, why, capsys
     ):
         program, folder = copied
@@ -392,7 +392,7 @@ class TestFailure:
         assert not capsys.readouterr().err
 
     @pytest.mark.parametrize("how", ["renamed", "copied", "linked", "of another run"])
-    def test_a_folder_that_is_not_what_its_name_says_is_passed_over(
+    def test_a_renamed_or_copied_checkpoint_is_passed_over(
         self, tiny, copied, how, capsys
     ):
         """Its checksums are right: they are of its contents."""
@@ -422,7 +422,7 @@ class TestFailure:
             with pytest.raises(ValueError, match=f"step={at} has no checkpoint"):
                 checkpoints.restore(program, at)
 
-    def test_two_that_were_swapped_are_both_named(self, copied):
+    def test_two_swapped_checkpoints_are_both_named(self, copied):
         program, folder = copied
         (folder / "2").rename(folder / "x")
         (folder / "4").rename(folder / "2")
@@ -431,7 +431,7 @@ class TestFailure:
         with pytest.raises(CheckpointError, match=why):
             restore(folder, program)
 
-    def test_one_that_says_neither_step_nor_run_is_restored(self, tiny, copied):
+    def test_a_checkpoint_without_step_and_run_is_restored(self, tiny, copied):
         """As of 0.38.0 and before; the next ones say both."""
         program, folder = copied
         (folder / RUN_FILE).unlink()
@@ -455,7 +455,7 @@ class TestFailure:
             checkpoints.save(program, tiny.finish(program, state, 2)[0], {})
         assert (folder / RUN_FILE).read_text() == run
 
-    def test_without_a_whole_one_nothing_is_touched(self, copied):
+    def test_if_every_checkpoint_is_damaged_none_is_moved(self, copied):
         program, folder = copied
         damage(folder / "2", "truncate")
         damage(folder / "4", "flip")
@@ -465,7 +465,7 @@ class TestFailure:
         assert {path.name for path in folder.iterdir()} == {"2", "4", RUN_FILE}
 
     @pytest.mark.parametrize("folder", ["file", "file/checkpoints"])
-    def test_a_folder_that_cannot_be_made(self, tmp_path, folder):
+    def test_a_folder_that_cannot_be_created_is_named(self, tmp_path, folder):
         (tmp_path / "file").write_text("")
 
         with pytest.raises(OSError, match=folder):

@@ -90,7 +90,7 @@ def test_a_flight_from_its_start_to_its_merge():
     assert marks[1][1] - marks[0][1] > 0.2
 
 
-def test_when_steps_were_done_is_told_once_they_are():
+def test_done_s_waits_until_the_steps_are_done():
     steps = PendingMean()
     later = PendingMean()
     with FlightRecorder(earlier_s=100.0) as recorder:
@@ -106,7 +106,7 @@ def test_when_steps_were_done_is_told_once_they_are():
         assert recorder.done_s(4) > first == recorder.done_s(2)
 
 
-def test_seconds_of_a_step_leave_out_what_was_compiled_before_it():
+def test_seconds_of_a_step_leave_out_compilation_before_it():
     with FlightRecorder() as recorder:
         recorder.stepped(2, READY, [])
         recorder.done_s(2)
@@ -122,7 +122,7 @@ def test_seconds_of_a_step_leave_out_what_was_compiled_before_it():
         assert recorder.own_step_s < 0.2 < recorder.recent_step_s + 0.05
 
 
-def test_what_is_under_way_at_the_end_has_no_merge():
+def test_a_sync_in_flight_at_the_end_has_no_merge():
     with FlightRecorder() as recorder:
         recorder.started(0, 2, READY, READY)
     (sync,) = recorder.to_json()["syncs"]
@@ -131,7 +131,7 @@ def test_what_is_under_way_at_the_end_has_no_merge():
     assert sync["apply_step"] is None
 
 
-def test_leaving_waits_for_what_is_watched_and_ends_the_threads():
+def test_leaving_waits_for_watched_arrays_and_ends_the_threads():
     before = set(threading.enumerate())
     mean = PendingMean()
     with FlightRecorder() as recorder:
@@ -149,7 +149,7 @@ def deleted():
     return array
 
 
-def test_an_array_that_cannot_be_waited_for_is_raised_at_the_end(deleted):
+def test_a_deleted_array_raises_at_the_end(deleted):
     recorder = FlightRecorder()
     recorder.stepped(2, deleted, [])
     for step in range(3):  # Still taken, though no longer measured.
@@ -158,7 +158,7 @@ def test_an_array_that_cannot_be_waited_for_is_raised_at_the_end(deleted):
         recorder.__exit__(None)
 
 
-def test_who_asks_when_such_steps_were_done_does_not_wait_for_ever(deleted):
+def test_done_s_returns_if_an_array_was_deleted(deleted):
     recorder = FlightRecorder()
     threading.Timer(0.1, recorder.stepped, (2, deleted, [])).start()
     assert recorder.done_s(2) <= time.perf_counter()
@@ -166,7 +166,7 @@ def test_who_asks_when_such_steps_were_done_does_not_wait_for_ever(deleted):
         recorder.__exit__(None)
 
 
-def test_it_does_not_hide_what_went_wrong_before(deleted):
+def test_a_deleted_array_does_not_hide_an_earlier_error(deleted):
     recorder = FlightRecorder()
     recorder.started(0, 1, READY, deleted)
     recorder.__exit__(KeyError)
@@ -190,7 +190,7 @@ def test_a_step_is_measured_without_the_wait_before_it():
     assert 0.05 < recorder.step_s < 0.3  # 0.1; 0.4 with the wait.
 
 
-def test_the_last_sync_to_arrive_tells_what_syncs_take():
+def test_sync_s_is_that_of_the_last_sync_to_arrive():
     mean = PendingMean()
     with FlightRecorder() as recorder:
         recorder.started(1, 2, READY, {"w": READY})
@@ -200,7 +200,7 @@ def test_the_last_sync_to_arrive_tells_what_syncs_take():
     assert recorder.sync_s > 0.2
 
 
-def test_who_hands_out_a_merge_may_wait_for_its_mean():
+def test_waiting_for_a_mean_on_the_host_counts_as_stall():
     """Steps of 0.1 s; then the mean of other regions is waited for on the host."""
     future = Future()
     steps = PendingMean()

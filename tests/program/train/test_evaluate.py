@@ -19,7 +19,7 @@ def make_batches(tiny, num_batches):
 @pytest.mark.parametrize(
     ("length", "data", "model"), [(4, 1, 1), (2, 1, 1), (1, 1, 1), (2, 2, 2), (1, 2, 2)]
 )
-def test_it_is_the_mean_of_the_batches_losses(tiny, length, data, model):
+def test_an_evaluation_is_the_mean_of_the_batches_losses(tiny, length, data, model):
     mesh = make_mesh(4, data, model, jax.devices()[: length * data * model])
     batches = make_batches(tiny, 8)
     params = tiny.make_params()
@@ -33,7 +33,7 @@ def test_it_is_the_mean_of_the_batches_losses(tiny, length, data, model):
     np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
 
 
-def test_it_compiles_once_for_parameters_that_lie_alike(tiny):
+def test_an_evaluation_compiles_once_for_equally_sharded_parameters(tiny):
     program = tiny.shared_program("diloco")
     traces = []
 
@@ -58,7 +58,7 @@ def test_batches_that_the_region_axis_does_not_divide(tiny, num_batches):
         make_evaluate(tiny.loss_fn, make_mesh(4), make_batches(tiny, num_batches))
 
 
-def test_its_key_is_fixed(tiny):
+def test_the_key_of_an_evaluation_is_fixed(tiny):
     """Dropout left on would be the same at every evaluation."""
 
     def loss_fn(params, batch, key):

@@ -73,7 +73,9 @@ def train(tiny, program, state, link, end, seen):
         ("cocodc", {"num_fragments": 2, "delay_steps": 3, "compress": "ef+topk:0.2"}),
     ],
 )
-def test_leaving_and_coming_back(tiny, name, options):
+def test_a_region_that_leaves_and_rejoins_has_the_outer_model_of_the_others(
+    tiny, name, options
+):
     method = methods.get(name, sync_interval=4, **options)
     one, two = places(2)
     seen = {}
@@ -143,7 +145,7 @@ def test_a_copy_of_the_parameters_moves_with_a_region_that_comes_back(tiny):
     tiny.assert_same(tiny.host(fresh.opt_state.z), tiny.host(fresh.params))
 
 
-def test_noise_is_drawn_anew_by_a_region_that_joins(tiny):
+def test_a_region_that_joins_draws_noise_of_its_own(tiny):
     program = make_program(tiny, optimizer=optax.noisy_sgd(0.1, key=3))
     state = tiny.start(program)
     key = np.asarray(jax.random.key_data(state.region.opt_state[0].rng_key))
@@ -166,7 +168,7 @@ def copy_and_step(tiny, program):
 
 
 @pytest.mark.parametrize("moved", [None, 1.0])
-def test_what_was_done_meanwhile_is_kept(tiny, moved):
+def test_progress_of_a_region_that_was_cut_off_is_kept(tiny, moved):
     """By hand: theta_g + (theta_m - theta_s), of any theta_s."""
     program = make_program(tiny)
     copy, state = copy_and_step(tiny, program)
@@ -191,7 +193,7 @@ def test_what_was_done_meanwhile_is_kept(tiny, moved):
     assert_all_close(joined.region.params, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_frozen_is_not_in_a_copy(tiny):
+def test_frozen_parameters_are_not_in_a_copy(tiny):
     """Each region has it from where the run began; the rest moves as ever."""
     program = make_program(tiny, trainable=lambda path: path != "head")
     copy, state = copy_and_step(tiny, program)

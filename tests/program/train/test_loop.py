@@ -117,7 +117,7 @@ def test_one_program_leaves_records_and_timeline_as_they_are(tiny, tmp_path):
 
 
 class TestRecords:
-    def test_order_and_content(self, tiny, evaluate):
+    def test_records_have_the_order_and_content_by_hand(self, tiny, evaluate):
         """Streaming, worked by hand: starts at 2 (fragment 1), 4 (0), 6 (1), 8 (0)."""
         program = tiny.shared_program("streaming_diloco")
         cadence = {"log_every": 2, "eval_every": 6}
@@ -201,7 +201,9 @@ class TestRecords:
         assert last["step"] == 8
         assert run.result.last_eval == last
 
-    def test_what_equals_the_mean_is_evaluated_once(self, tiny, evaluate):
+    def test_an_outer_model_equal_to_the_mean_is_not_evaluated_again(
+        self, tiny, evaluate
+    ):
         """DiLoCo, H 2: after a sync at 4 and 8, a step beyond one at 5."""
         program = tiny.shared_program("diloco")
         judged = []
@@ -250,7 +252,9 @@ class TestCadence:
             ),
         ],
     )
-    def test_it_changes_no_number(self, tiny, tmp_path, method_name, cadence, evaluate):
+    def test_the_loop_trains_what_bare_calls_of_the_program_do(
+        self, tiny, tmp_path, method_name, cadence, evaluate
+    ):
         program = tiny.shared_program(method_name)
         expected, _ = tiny.trained(program, 12)
         options = {"folder": tmp_path, "cadence": cadence, "evaluate": evaluate}
@@ -296,7 +300,7 @@ class TestCadence:
         ("name", "least"),
         [("log_every", 1), ("eval_every", 0), ("checkpoint_every", 0)],
     )
-    def test_numbers_that_make_no_sense(self, name, least):
+    def test_cadences_that_make_no_sense_are_refused(self, name, least):
         why = f"{name}={least - 1} must be at least {least}"
         with pytest.raises(ValueError, match=why):
             Cadence(**{name: least - 1})
@@ -356,7 +360,7 @@ def scans(event_every, num_steps, cadence):
 
 
 @pytest.mark.parametrize("aux", [{}, {"stage_bytes": 7.0, "accuracy": 0.5}])
-def test_a_record_has_a_pipelines_bytes_where_the_loss_tells(aux):
+def test_a_record_has_the_bytes_that_a_pipelined_loss_reports(aux):
     records = []
     hooks = Hooks(record=records.append)
     train_fake(FakeProgram(aux=aux), 4, Cadence(log_every=2), hooks)

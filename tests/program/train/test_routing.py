@@ -17,7 +17,7 @@ AUX = {
 }
 
 
-def test_a_record_says_how_even_and_how_equal_loads_are():
+def test_a_record_has_the_balance_and_divergence_of_loads():
     record = record_of(7, AUX)
     assert record == {
         "kind": "experts",

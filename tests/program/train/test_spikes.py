@@ -52,7 +52,7 @@ def test_a_falling_noisy_loss_has_none(seed, noise):
         assert watch.observe(step, losses, 0) == []
 
 
-def test_it_goes_on_from_what_it_knew():
+def test_a_restored_detector_finds_the_same_spikes():
     rng = np.random.default_rng(0)
     losses = rng.normal(3, 0.1, (60, 2))
     losses[45:] += 5
@@ -110,7 +110,7 @@ def run(program, folder, spikes, skipped=0):
     )
 
 
-def test_it_is_recorded_and_nothing_else_changes(program, tmp_path):
+def test_a_spike_is_recorded_and_changes_no_number(program, tmp_path):
     watched, records = run(program, tmp_path / "told", SpikeWatch(10.0))
     plain, without = run(program, tmp_path / "plain", SpikeWatch())
     spikes = [r for r in records if r["kind"] == "spike"]
@@ -121,7 +121,7 @@ def test_it_is_recorded_and_nothing_else_changes(program, tmp_path):
     )
 
 
-def test_it_is_not_saved_and_other_data_come_after(program, tmp_path):
+def test_a_run_rolls_back_from_a_spike_and_skips_its_data(program, tmp_path):
     spikes = SpikeWatch(10.0, rolls_back=True)
     with pytest.raises(LossSpikeError, match="last good checkpoint: step 20"):
         run(program, tmp_path, spikes)

@@ -91,7 +91,7 @@ def test_n_equal_to_k_is_the_fixed_round():
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_of_equal_scores_the_fragment_that_waits_longest_goes(score):
+def test_among_equal_scores_the_fragment_that_waited_longest_is_sent(score):
     """Nothing moves, so every score is 0. H = 12, N = 6: deadlines are far off."""
     started = starts(
         adaptive(12, 3, 0, 6, score),
@@ -130,7 +130,7 @@ def adaptive_schedules(draw):
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(adaptive_schedules(), st.integers(0, 2**30))
-def test_no_fragment_waits_more_than_h_steps_or_flies_twice(schedule, seed):
+def test_no_fragment_waits_more_than_h_steps_or_is_in_flight_twice(schedule, seed):
     world = World(seed, schedule.num_fragments, 1 + seed % 50)
     end = 6 * schedule.sync_interval
     measured = {"see": world.see, "drift": world.drift}
@@ -170,7 +170,7 @@ def test_a_fragment_on_its_way_is_remembered():
         ((100, 4, 1.0, 0.001, 1.0), 100),  # Never more than one a step.
     ],
 )
-def test_as_many_syncs_fit_as_the_network_carries(arguments, expected):
+def test_syncs_that_fit_by_hand(arguments, expected):
     assert syncs_that_fit(*arguments) == expected
 
 

@@ -83,7 +83,7 @@ def test_a_state_from_json_has_the_same_future(name, seed, stop):
 @every_schedule
 @some
 @given(st.integers(0, 2**30))
-def test_learning_at_once_or_when_it_asks_makes_the_same_events(name, seed):
+def test_learning_early_or_late_gives_the_same_events(name, seed):
     schedule = SCHEDULES[name]
     world = World(seed)
     later, at_once = (
@@ -96,7 +96,7 @@ def test_learning_at_once_or_when_it_asks_makes_the_same_events(name, seed):
 @every_schedule
 @some
 @given(st.integers(0, 2**30))
-def test_asking_between_events_changes_nothing(name, seed):
+def test_asking_between_events_changes_no_event(name, seed):
     """As evaluation and checkpoints do, which may come at any step."""
     schedule = SCHEDULES[name]
     world = World(seed)
@@ -117,7 +117,7 @@ def test_asking_between_events_changes_nothing(name, seed):
 @some
 @given(st.integers(0, 2**30), st.integers(0, 70))
 @example(0, 0)
-def test_it_may_begin_at_any_step(name, seed, first):
+def test_a_schedule_may_begin_at_any_step(name, seed, first):
     """Every fragment starts in time from there on, and what arrives had left."""
     schedule = SCHEDULES[name]
     world = World(seed)
@@ -149,7 +149,7 @@ def _stepped(state):
 @every_schedule
 @some
 @given(st.integers(0, 2**30))
-def test_a_sync_starts_then_is_looked_at_then_finishes(name, seed):
+def test_a_sync_starts_then_has_its_halfway_event_then_finishes(name, seed):
     schedule = SCHEDULES[name]
     world = World(seed)
     state = schedule.init()
@@ -184,7 +184,7 @@ def test_a_sync_starts_then_is_looked_at_then_finishes(name, seed):
 @every_schedule
 @some
 @given(st.integers(0, 2**30), st.integers(1, 40))
-def test_landed_it_goes_on_with_nothing_in_flight(name, seed, stop):
+def test_a_landed_schedule_goes_on_with_nothing_in_flight(name, seed, stop):
     schedule = SCHEDULES[name]
     world = World(seed)
     states = [s for _, s, _ in world.walk(schedule, schedule.init(), stop)]
@@ -213,7 +213,7 @@ def test_warm_up_has_run_every_program(name):
 
 
 @every_schedule
-def test_what_it_goes_by(name):
+def test_properties_of_a_schedule_follow_its_kind(name):
     schedule = SCHEDULES[name]
     assert schedule.is_measured == ("measured" in name)
     assert schedule.is_by_region == isinstance(schedule, Asynchronous)
@@ -221,12 +221,12 @@ def test_what_it_goes_by(name):
 
 
 @pytest.mark.parametrize("name", ["ranked", "periods", "by region"])
-def test_no_two_halves_to_compare(name):
+def test_a_delay_without_two_halves_is_refused(name):
     with pytest.raises(ValueError, match="delay_steps=.* has no two halves to compare"):
         SCHEDULES[name].bind(EVEN, looks_midway=True)
 
 
-def test_nobody_measures_what_a_schedule_without_needs_would_not_ask_for():
+def test_a_measurement_that_nobody_gives_is_named():
     assert nothing("applied") == []
     with pytest.raises(ValueError, match="the schedule needs 'drift', which nobody"):
         nothing("drift")

@@ -110,7 +110,7 @@ def test_a_measured_delay_has_the_same_slots():
     assert [step for step, _ in starts(schedule, 12)] == [1, 4, 7, 10]
 
 
-def test_events_tell_when_their_sync_started_and_the_one_before():
+def test_events_have_the_step_of_their_sync_and_of_the_one_before():
     schedule = staggered(6, 3, 3)
     steps = {step: events for step, _, events in walk(schedule, schedule.init(), 8)}
     assert steps[2] == [Event(START, 1, 2, 0)]
@@ -176,7 +176,7 @@ def test_one_step_stale_a_message_is_applied_a_round_after_it_left():
 
 
 @pytest.mark.parametrize("delay_steps", [0, 3, 5])
-def test_what_is_sent_first_is_one_whole_round_late(delay_steps):
+def test_one_step_stale_refuses_a_delay_other_than_the_interval(delay_steps):
     message = "delay_steps=.* (must be sync_interval=4|is l)"
     with pytest.raises(ValueError, match=message):
         OneStepStale(1, 4, delay_steps, 4)
@@ -185,7 +185,7 @@ def test_what_is_sent_first_is_one_whole_round_late(delay_steps):
 # --- For regions, and errors ----------------------------------------------------
 
 
-def test_events_name_who_takes_part():
+def test_events_name_the_regions_that_take_part():
     schedule = dataclasses.replace(staggered(4, 2, 1), participating=(0, 2))
     events = [e for _, _, now in walk(schedule, schedule.init(), 8) for e in now]
     assert [e.participating for e in events if e.kind == START] == [(0, 2)] * 4

@@ -48,12 +48,12 @@ def test_the_longest_of_the_last_syncs_counts_for_the_delay():
 
 
 @pytest.mark.parametrize("seen", [{"times": [(0.2, 0.9), (0.2, 0.0)]}, {}])
-def test_a_region_that_knows_nothing_yet_changes_nothing(seen):
+def test_unmeasured_times_change_no_schedule(seen):
     schedule = staggered(40, 4, "auto")
     assert schedule.learn(schedule.init(), Applied(0, 1, seen)) == schedule.init()
 
 
-def test_as_many_slots_as_the_network_carries():
+def test_the_network_share_sets_the_number_of_slots():
     schedule = adaptive(40, 4, 2, "auto", network_share=0.5)
     starts = walks.starts(schedule, 80, see=seen_at(lambda _: [(0.1, 0.25)]))
     # H / K = 10 at first; then N = floor(0.5 * 40 * 0.1 / 0.25) = 8, h = 5. The slot

@@ -95,7 +95,7 @@ def schedules(draw):
 
 @settings(max_examples=12)
 @given(schedules(), st.integers(0, 2**16))
-def test_both_forms_choose_alike(schedule, seed):
+def test_host_and_traced_schedules_choose_the_same_events(schedule, seed):
     """Numbers are far enough apart for float32: quotients of 24 bits are not."""
     rng = np.random.default_rng(seed)
     sizes = tuple(int(x) for x in rng.integers(1, 5000, schedule.num_fragments))
