@@ -134,6 +134,6 @@ def test_a_version_has_ten_lines_in_the_changelog():
     assert {name: n for name, n in num_lines.items() if n > 10} == {}
 
 
-def test_there_is_something_to_read():
+def test_the_lists_of_texts_and_files_are_not_empty():
     assert "README.md" in TEXTS
     assert "tests/test_repository.py" in FILES

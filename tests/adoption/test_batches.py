@@ -73,7 +73,7 @@ def test_batches_of_one_scan_must_have_one_shape(program, state, last):
         next(cc.run_steps(program, state, iter([TOKENS, last]), 2))
 
 
-def test_leaves_have_as_many_steps(program, state):
+def test_leaves_must_have_equally_many_steps(program, state):
     batches = {"x": np.stack([TOKENS] * 2), "y": TOKENS[None]}
     with pytest.raises(ValueError, match="a leaf 'y' .* but a leaf 'x' has 2 steps"):
         program.advance(state, batches)

@@ -244,7 +244,7 @@ def test_a_program_adopts_a_state_with_other_trained_parameters(trainables):
     np.testing.assert_allclose(losses[0], expected_losses[0], rtol=2e-6)
 
 
-def test_the_users_arrays_stay_the_users():
+def test_the_users_arrays_may_be_deleted_after_init():
     """Given, then written to and donated; and integers may be frozen."""
     params = {"base": {"w": W.astype(np.int8)}, "lora": PARAMS["lora"]}
     program = make(trainable={"base": False, "lora": True}, params=params)

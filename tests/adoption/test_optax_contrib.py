@@ -369,7 +369,7 @@ def factories():
     return names
 
 
-def test_every_optimizer_of_optax_was_looked_at():
+def test_every_optimizer_of_optax_is_tested_or_refused():
     """A new one is to be added to CASES, with what a merge does to it, or REFUSED."""
     assert factories() == set(CASES) | set(REFUSED)
 
@@ -549,7 +549,7 @@ def results(name):
 
 
 @pytest.mark.parametrize("name", mostly_slow(sorted(CASES), quick=QUICK))
-def test_an_optimizer_is_right_under_a_sync(name):
+def test_an_optimizer_moves_with_merges_as_expected(name):
     (params, state), (expected_params, expected_state) = results(name)
 
     assert np.isfinite(params["w"]).all()
@@ -561,7 +561,7 @@ def test_an_optimizer_is_right_under_a_sync(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_is_refused_by_name(name):
+def test_unsupported_optimizers_are_refused_by_name(name):
     optimizer, message = REFUSED[name]
     tx = cc.synchronized(optimizer, METHOD, axis_name="region")
     with pytest.raises(ValueError, match=message):
@@ -581,7 +581,7 @@ def batch_loss(params, batch, key):
         "optax.contrib.schedule_free_sgd",
     ],
 )
-def test_the_region_program_is_right_too(name):
+def test_the_region_program_trains_what_the_transform_does(name):
     """One of each kind: accumulated, random, several steps for one, with a copy."""
     optimizer = CASES[name].optimizer
     program = cc.RegionProgram(batch_loss, optimizer, METHOD, PARAMS, NUM_REGIONS)

@@ -129,7 +129,7 @@ assert_near = functools.partial(assert_all_close, rtol=0)
 
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, quick=QUICK))
-def test_every_method_is_the_region_program(case):
+def test_every_method_trains_what_the_region_program_does(case):
     check_case(case, tiny.make_params(), np.float32, 1e-6)
 
 
@@ -290,7 +290,9 @@ def test_every_placement_of_regions_gives_the_same_run(expected, how, compress):
     assert (sent == cc.sync_metrics(state)["bytes_sent"]).all()
 
 
-def test_step_by_step_and_restored_in_mid_flight(tx, expected, tmp_path):
+def test_a_state_restored_in_mid_flight_goes_on_without_recompilation(
+    tx, expected, tmp_path
+):
     """One trace for all steps, and nothing of a state that a file cannot hold."""
     axes = (0, cc.sync_axes(COCODC))
     traces = []
@@ -317,7 +319,7 @@ def test_step_by_step_and_restored_in_mid_flight(tx, expected, tmp_path):
 
 
 @pytest.mark.parametrize("is_one", [True, False])
-def test_loops_stay_loops_where_regions_are_mapped(tx, is_one):
+def test_mapped_regions_keep_scalar_predicates_of_loops(tx, is_one):
     """A predicate with regions in front would go round for all, and select."""
     params = tiny.make_params()
     axes = (0, cc.sync_axes(COCODC) if is_one else 0)
@@ -462,7 +464,7 @@ WRAPPED = {
 
 @pytest.mark.filterwarnings("ignore:the optimizer leaves .* leaves as they are")
 @pytest.mark.parametrize("name", WRAPPED)
-def test_inside_of_other_transforms_and_around_them(name):
+def test_the_transform_works_inside_and_around_other_transforms(name):
     tx, optimizer = WRAPPED[name]
     carry = for_all((tiny.make_params(), tx.init(tiny.make_params())), 4)
     scan = jax.vmap(scan_of(make_step(tiny.loss_fn, tx)), axis_name="region")

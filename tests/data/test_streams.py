@@ -282,7 +282,7 @@ def test_trained_tokenizer_end_to_end(config):
     assert kept
 
 
-def test_standard_library(tmp_path):
+def test_the_standard_library_is_a_corpus(tmp_path):
     config = DataConfig(data_dir=str(tmp_path))
     data = load(config, num_regions=4)
     sequences = data.eval_tokens(num_batches=4)

@@ -86,7 +86,7 @@ def test_on_slow_links_a_method_that_waits_does_fewer_steps(cells):
     assert second.bytes_per_step == 4 * num
 
 
-def test_between_them_the_loss_is_read_off_the_curve(cells):
+def test_on_links_of_medium_speed_the_loss_is_read_off_the_curve(cells):
     links = uniform(4, Link(1, 0.05))
     _, second = advice.advise(advice.read(cells), links, 1000, [1.0], "ring")
     sync_s = 6 * (1000 / (1000 * MBIT) + 0.05)
@@ -146,7 +146,7 @@ def test_files_of_several_sweeps_are_one_frontier(cells, tmp_path):
         (None, "No such file or directory"),
     ],
 )
-def test_a_file_that_is_none_is_named(text, message, tmp_path, refused):
+def test_an_invalid_file_is_named(text, message, tmp_path, refused):
     path = tmp_path / "cells.json"
     if text is not None:
         path.write_text(text)
@@ -183,7 +183,7 @@ def test_the_ranges_are_those_of_the_results():
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_the_ends_are_inside_and_beyond_is_outside(end):
+def test_values_beyond_the_measured_ranges_get_a_warning(end):
     factor = (0.9, 1.1)[end]
     ends = {name: pair[end] for name, pair in advice.MEASURED.items()}
     assert advice.warning(ends) is None

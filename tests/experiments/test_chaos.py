@@ -67,7 +67,7 @@ def test_simulated_goodput_leaves_out_steps_while_all_regions_wait(tmp_path):
 @pytest.mark.parametrize(
     ("at", "gap"), [(5, "region 1: step 3 to 5"), (3, "region 1: step 3 to 3")]
 )
-def test_steps_of_a_survivor_lost_or_done_twice_are_found(tmp_path, at, gap):
+def test_lost_and_repeated_steps_of_a_survivor_are_found(tmp_path, at, gap):
     result = made_up(tmp_path, steps=(1, 2, 3, at, 7, 8))
     assert result["gaps_unexplained"] == [gap]
     assert not kills.is_good(result, 2, 1)

@@ -62,7 +62,7 @@ def teller(tmp_path, monkeypatch):
     return make
 
 
-def test_one_seed_is_one_story():
+def test_a_seed_decides_the_faults_of_a_plan():
     plan = Plan(seed=3, via=True, faults=MINE)
     assert plan.story() == Plan(seed=3, via=True, faults=MINE).story()
     assert plan.story() != Plan(seed=4, via=True, faults=MINE).story()
@@ -109,7 +109,7 @@ def test_an_invalid_plan_is_refused_in_one_line(tmp_path, text, message):
     assert "\n" not in str(raised.value).removesuffix("\n") or "TOML" in message
 
 
-def test_a_plan_that_is_not_there_and_cuts_without_root(tmp_path, monkeypatch):
+def test_missing_plans_and_cuts_without_root_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="none' cannot be read: No such file"):
         plans.read(tmp_path / "none")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -168,7 +168,7 @@ def test_flags_that_a_plan_decides_are_refused(words, message, refused, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_regions_live_through_a_story(teller, tmp_path):
+def test_regions_survive_the_faults_of_a_plan(teller, tmp_path):
     plan = Plan(regions=2, hang_s=20.0, via=True, gap_s=0.1, faults={"kill": 1})
     faults = [
         Fault(0, "kill", 0.1, 0.2, (0,)),

@@ -88,7 +88,7 @@ def three(tmp_path, corpus):
     run.kill()
 
 
-def test_one_is_asked_to_stop_and_one_is_silent_for_a_while(three):
+def test_a_stopped_and_a_frozen_region_come_back(three):
     """SIGTERM leaves with a checkpoint; who was only silent comes back by itself."""
     three.until(lambda: min(map(three.step, range(3))) > 20)
     three.regions[0].send(signal.SIGTERM)  # Whichever coordinates.
@@ -165,7 +165,9 @@ def test_regions_that_all_die_come_back_from_checkpoints(three):
     assert max(end["own_step"] for end in ends) >= 40
 
 
-def test_both_of_two_go_on_once_the_one_that_was_killed_is_back(tmp_path, corpus):
+def test_with_min_regions_2_a_region_waits_until_the_killed_one_is_back(
+    tmp_path, corpus
+):
     """With min_regions, the one that is left waits; it coordinates, then not."""
     flags = [*FLAGS, "--regions=2", "--min_regions=2", "--start_s=20", *corpus]
     run = Run(tmp_path, flags, 2)
@@ -198,7 +200,7 @@ def test_both_of_two_go_on_once_the_one_that_was_killed_is_back(tmp_path, corpus
     assert [len(run.lines(r, "joins.jsonl")) for r in range(2)] == [4, 4]
 
 
-def test_the_numbers_are_the_same_through_a_folder(tmp_path, corpus):
+def test_sockets_and_a_folder_give_the_same_numbers(tmp_path, corpus):
     flags = ["--preset=smoke", "--steps=40", "--eval_batches=4", "--regions=2", *corpus]
     messages = tmp_path / "messages"
 

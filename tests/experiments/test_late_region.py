@@ -41,7 +41,7 @@ def words(corpus, tmp_path_factory):
     ]
 
 
-def test_the_result_of_others_is_taken(words, call, capsys):
+def test_a_late_region_takes_the_result_of_the_others(words, call, capsys):
     folder, flags = words
     out, _ = call(train, *flags, "--region_id=0")
     assert "finished alone since step 0: 40 of 40 steps" in out

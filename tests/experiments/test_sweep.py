@@ -407,7 +407,7 @@ def test_the_report_lists_a_seed_that_diverged(tmp_path):
     assert len(rows.read(tmp_path)) == 8
 
 
-def test_a_cell_with_a_diverged_seed_gets_nowhere(tmp_path):
+def test_a_cell_with_a_diverged_seed_is_not_compared(tmp_path):
     of_rows = cells_of(tmp_path, seeded([0, 1]))
     of_rows = diverge(tmp_path, of_rows[0].columns["published"].rows[1])
     bad, good = (cell.columns["published"] for cell in of_rows[:2])
@@ -483,7 +483,7 @@ def test_a_row_may_have_an_infinite_limit(tmp_path):
     assert rows.read(tmp_path) == [row]
 
 
-def test_rungs_are_of_the_cells_that_they_chose_for(halved):
+def test_rungs_count_for_the_cells_of_their_steps(halved):
     plan, _, folder = halved
     longer = Row(plan.grid.settings[0].at(48), 0, "final", plan.grid.tuned)
     rows.append(folder, written(longer, 2.0))
@@ -643,7 +643,7 @@ def test_only_selects_rows_by_their_flags(halved, call, tmp_path):
     assert [cell["flags"]["method"] for cell in made["cells"]] == ["streaming_diloco"]
 
 
-def test_a_reference_is_a_setting_of_the_grid_or_a_row_that_is_there():
+def test_a_reference_must_be_one_cell_of_the_grid_or_of_its_rows():
     plan = Plan(table(GRID))
     reference.check("method=diloco,sync_interval=16", "tuned", plan, [])
     rates = "method=streaming_diloco,compress=none,outer_lr="  # A cell has its first.

@@ -66,7 +66,7 @@ def test_strengths_may_be_traced(rule):
     jax.eval_shape(name, 0.5)
 
 
-def test_a_rule_chooses_the_score_too():
+def test_the_rule_of_the_paper_sets_the_transmission_score():
     scores = {
         rule: methods.get("cocodc_paper", rule=rule).schedule.transmission_score
         for rule in ("text", "code")

@@ -17,7 +17,7 @@ from cocodc_jax.transforms import compression
 from tests.program.tiny import follow
 
 
-def test_a_region_that_takes_no_part_is_no_sender():
+def test_a_region_of_weight_zero_is_no_sender():
     compressor = compression.parse("ef+topk:0.5")
     regions = np.float32([[9, 9, 0, 0], [4, 0, 2, 0], [6, 0, 0, 3]])
     states = jax.vmap(compressor.init)(regions)

@@ -112,7 +112,7 @@ def test_reading_restores_the_written_parameters(config, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, drawn_params(config))
 
 
-def test_several_files_in_bfloat16(folder):
+def test_several_files_in_bfloat16_are_read(folder):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -156,7 +156,7 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_config_of_transformers_5(folder):
+def test_the_rope_fields_of_transformers_5_are_checked(folder):
     rope = {"rope_type": "default", "rope_theta": 500.0}
     change_config(folder, rope_parameters=rope, rope_theta=None)
     hugging_face.check(folder, APART)
@@ -243,7 +243,7 @@ def test_files_that_are_damaged_or_missing(folder):
         hugging_face.check(folder, APART)
 
 
-def test_qk_norm_is_no_llama(tmp_path):
+def test_writing_a_model_with_qk_norm_is_refused(tmp_path):
     config = dataclasses.replace(APART, qk_norm=True)
     with pytest.raises(ValueError, match="LLaMA-shaped with --qk_norm=false"):
         hugging_face.write(tmp_path, config, drawn_params(config))

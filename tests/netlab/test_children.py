@@ -47,7 +47,9 @@ def test_output_of_children_is_in_their_log(group, tmp_path):
     assert (tmp_path / "log").read_text() == "one\n"
 
 
-def test_the_first_to_fail_is_explained_and_ends_the_others(group, tmp_path, capfd):
+def test_the_first_child_to_fail_is_explained_and_ends_the_others(
+    group, tmp_path, capfd
+):
     begin_s = time.monotonic()
     start(group, SLEEP)
     lines = "\\n".join(f"line {i}" for i in range(30))
@@ -64,7 +66,7 @@ def test_the_first_to_fail_is_explained_and_ends_the_others(group, tmp_path, cap
     assert tail == [f"  line {i}" for i in range(20, 30)]
 
 
-def test_asked_once_they_may_finish_and_twice_they_are_killed(group, tmp_path):
+def test_children_finish_after_one_request_and_are_killed_after_two(group, tmp_path):
     asked = tmp_path / "asked"
     ready = tmp_path / "ready"
     start(group, STUBBORN, None, asked, ready)
@@ -75,7 +77,7 @@ def test_asked_once_they_may_finish_and_twice_they_are_killed(group, tmp_path):
     assert group.wait() == 128 + signal.SIGKILL
 
 
-def test_one_started_after_the_request_is_asked_too(group):
+def test_a_child_that_starts_after_the_request_is_asked_too(group):
     group.stop()
     start(group, SLEEP)
     assert group.wait() == 128 + signal.SIGTERM

@@ -179,7 +179,7 @@ def test_a_robust_score_by_hand():
     assert faults.robust_z(3.0, least) == pytest.approx(10)
 
 
-def test_a_message_that_never_comes_and_one_that_is_not_measured():
+def test_a_lost_message_is_a_fault_and_an_unmeasured_one_is_not():
     watch = Messages()
     seconds = np.ones((3, 3))
     for _ in range(10):
@@ -231,7 +231,7 @@ def test_a_slow_link_of_a_simulated_run_is_named(source, target, kind, where):
     assert faults.watch_links(quiet, undisturbed) == []
 
 
-def test_regions_against_their_past_and_the_others():
+def test_a_slow_region_is_found_by_its_past_and_by_the_others():
     slow = Regions()
     unusual = Regions(against_others=True)
     for sync in range(20):

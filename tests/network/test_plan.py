@@ -47,7 +47,7 @@ def test_an_interval_is_a_multiple_of_the_fragments():
     assert "H = 102 steps instead of 100, a multiple of 6" in plan.explain()
 
 
-def test_a_hopeless_network_is_called_so():
+def test_a_plan_says_that_a_network_is_too_slow():
     plan = make_plan(FAST, Job(800e9, 1.0, max_fragments=8))
     assert plan.delay_steps == 100
     message = "still takes 100 s, more than 10 steps (10 s): compress more"

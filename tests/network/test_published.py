@@ -37,13 +37,13 @@ QUICK = [*(e for e in ENTRIES if e[0] == "1B"), ("100B", "streaming FP4 H30")]
 
 
 @pytest.mark.parametrize(("model", "row"), mostly_slow(ENTRIES, quick=QUICK))
-def test_streaming_diloco_table(model, row):
+def test_the_table_of_streaming_diloco_is_reproduced(model, row):
     """50 entries within one step of the published grid, a factor 1.207."""
     assert all(1 / GRID_FACTOR <= r <= GRID_FACTOR for r in ratios(model, row))
 
 
 @pytest.mark.parametrize("entry", sorted(FITTED_INTERVAL))
-def test_rows_that_the_stated_interval_does_not_explain(entry):
+def test_rows_that_contradict_the_stated_interval_fit_another(entry):
     """H = 30 needs less than published; a fragment every step agrees."""
     stated = ratios(*entry)
     assert 0.3 < min(stated)
@@ -52,7 +52,7 @@ def test_rows_that_the_stated_interval_does_not_explain(entry):
     assert all(1 / GRID_FACTOR <= r <= GRID_FACTOR for r in fitted)
 
 
-def test_data_parallel_in_closed_form():
+def test_data_parallel_equals_its_closed_form():
     # At 50 % the links are busy from the first layer's gradient to the last: step and
     # stall less the forward pass and one layer of the backward pass.
     busy_s = 0.2 - 0.1 / 3 - 0.1 * 2 / 3 / 24

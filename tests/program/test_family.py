@@ -161,7 +161,7 @@ def really_sent(program, state):
     return list(map(num_bytes, messages)), num_bytes(step)
 
 
-def test_every_method_is_here():
+def test_every_method_has_options_here():
     assert OPTIONS.keys() == methods.METHODS.keys()
 
 
@@ -247,7 +247,7 @@ def test_no_program_is_compiled_after_the_first_cycle(program):
 
 
 @pytest.mark.parametrize("name", ["qsparse", "demo", "heloco"])
-def test_four_regions_on_one_device_are_four_on_four(name):
+def test_four_regions_on_one_device_train_as_on_four(name):
     """To rounding; of each way to exchange one."""
     program = shared(name)
     assert dict(program.mesh.shape)["region"] == 4

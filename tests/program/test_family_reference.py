@@ -368,7 +368,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, quick=QUICK))
-def test_each_method_is_its_formula(name):
+def test_each_method_equals_its_formula(name):
     case = CASES[name]
     with jax.enable_x64(True):
         ends = train(case)

@@ -116,7 +116,7 @@ def test_with_a_sync_at_every_step_the_means_are_those_of_data_parallel():
     assert_all_close(mean, tiny.host((wanted, inner.z)), rtol=1e-4, atol=1e-5)
 
 
-def test_the_parameters_to_evaluate(by_programs):
+def test_parameters_to_evaluate_are_the_mean_of_those_of_regions(by_programs):
     """What docs/start says of x, the mean of the regions'."""
     params, state = by_programs
     to_evaluate = jax.vmap(optax.contrib.schedule_free_eval_params)(state, params)

@@ -296,7 +296,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("name", "problem", "dtype"), mostly_slow(WAYS, quick=QUICK))
-def test_each_method_is_its_formula(name, problem, dtype):
+def test_each_method_equals_its_formula(name, problem, dtype):
     assert_agree(PROBLEMS[problem], METHODS[name], dtype)
 
 
@@ -311,6 +311,6 @@ QUICK_CURVATURES = (
 
 
 @pytest.mark.parametrize("name", mostly_slow(CURVATURES, quick=QUICK_CURVATURES))
-def test_each_curvature_is_its_formula(name):
+def test_each_curvature_equals_its_formula(name):
     problem = dataclasses.replace(PROBLEMS["plain"], num_devices=NUM_REGIONS)
     assert_agree(problem, CURVATURES[name], np.float64)

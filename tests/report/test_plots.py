@@ -17,7 +17,7 @@ METHODS = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
 RUNS = [run(m, s, 1.5 + 0.1 * i) for i, m in enumerate(METHODS) for s in range(3)]
 
 
-def test_one_line_a_method_and_its_name_at_the_end():
+def test_each_method_has_one_line_with_its_name_at_the_end():
     figure = plots.loss_by_steps(RUNS)
     whole, late = figure.axes
     assert len(whole.lines) == len(late.lines) == len(METHODS)

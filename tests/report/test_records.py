@@ -57,7 +57,7 @@ def test_floats_come_back_exactly(tmp_path):
     assert np.float32(losses[0]) == np.float32(0.1)
 
 
-def test_cut_and_continued_equals_unbroken(tmp_path):
+def test_records_of_a_resumed_run_equal_those_of_an_unbroken_one(tmp_path):
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
     records = [train(1), train(2), EVAL, train(5)]

@@ -124,12 +124,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "line"), WRONG)
-def test_a_wrong_flag_is_one_line_and_exit_code_2(words, line, refused):
+def test_a_wrong_flag_is_named_in_one_line_with_exit_code_2(words, line, refused):
     assert refused(Program, *words.split()).startswith(line)
 
 
 @pytest.mark.parametrize(("words", "line"), WRONG[2:5:2])
-def test_so_it_is_of_a_command(words, line):
+def test_wrong_flags_end_a_command_with_exit_code_2(words, line):
     """Where absl reads the flags, and what is none."""
     done = command(*words.split())
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -157,7 +157,7 @@ def test_only_the_flags_of_other_methods_are_refused_for_several(call):
         flags.check_methods(["diloco", "cocodc"])
 
 
-def test_the_package_knows_runs_without_flags():
+def test_the_run_package_loads_neither_jax_nor_absl():
     """From anywhere; who does not ask for a part of it does not load that either."""
     program = """
 import sys
@@ -194,7 +194,7 @@ def test_tracebacks_logged_by_asyncio_are_left_out(name, is_said):
     assert ("full" in output.getvalue()) == is_said
 
 
-def test_threads_of_others_are_heard(monkeypatch):
+def test_errors_of_threads_but_tensorboards_are_reported(monkeypatch):
     heard = []
     monkeypatch.setattr(threading, "excepthook", heard.append)
     say_once(logging.NullHandler())

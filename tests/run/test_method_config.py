@@ -38,7 +38,7 @@ def test_a_number_that_is_not_finite_is_refused(value):
         MethodConfig("data_parallel").where(outer_lr=value)
 
 
-def test_a_limit_may_be_infinite():
+def test_a_limit_may_be_infinite_but_not_nan():
     assert MethodConfig("diloco", {"exclude_above": math.inf})
     assert MethodConfig("co2", {"momentum_clip": math.inf})
     with pytest.raises(ValueError, match="exclude_above=nan must be a finite number"):

@@ -45,7 +45,7 @@ def test_invalid_fields_are_refused_by_each_process(fields, message):
         Processes(**fields)
 
 
-def test_regions_are_shared_out_whole_and_each_of_them_evenly():
+def test_processes_must_divide_regions_or_their_devices_evenly():
     check_shares(4, 2)
     check_shares(2, 4, devices_per_region=6)
     for call, message in (

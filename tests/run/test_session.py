@@ -230,7 +230,7 @@ class TestRecordsOfAnotherNumberOfProcesses:
         assert [record["step"] for record in records] == [1, 2, 3]
 
     @pytest.mark.parametrize("damage", ["a line", "all but the first line"])
-    def test_damage_is_named(self, written, damage):
+    def test_damaged_records_are_named(self, written, damage):
         folder, saved = written
         path = folder / "metrics.jsonl"
         first, second, *rest = path.read_bytes().split(b"\n")

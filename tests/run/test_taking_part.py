@@ -181,13 +181,13 @@ def key_file(tmp_path):
     return str(path)
 
 
-def test_a_place(key_file):
+def test_a_place_is_read_from_flags_with_addresses(key_file):
     place = ElasticFlags(ADDRESSES, "", 1, key_file, min_regions=2).place("elastic", 2)
     assert (place.region, place.num_regions, place.min_regions) == (1, 2, 2)
     assert ElasticFlags().place("outer", 2) is None
 
 
-def test_a_place_without_ports(key_file, tmp_path):
+def test_a_place_is_read_from_flags_with_a_folder(key_file, tmp_path):
     place = ElasticFlags(via=f"{tmp_path}/new", region_id=2, key_file=key_file).place(
         "elastic", 3
     )

@@ -10,7 +10,7 @@ from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.run import timeline
 
 
-def test_processes_are_laid_side_by_side(recorded_run):
+def test_a_timeline_has_the_marks_and_syncs_of_every_process(recorded_run):
     measured = timeline.read(recorded_run)
     assert measured.regions == ("process 0", "process 1")
     assert measured.step_time_s == (1.0, 1.0)

@@ -133,7 +133,7 @@ def test_wrong_arguments_are_named(call, message):
 # --- Moments that go with a sync ---
 
 
-def test_each_at_its_own_rhythm():
+def test_each_moment_is_due_at_its_own_interval():
     table = {n: Moments(3, 6).due(n) for n in range(1, 13)}
     assert [n for n, due in table.items() if "mu" in due] == [3, 6, 9, 12]
     assert [n for n, due in table.items() if "nu" in due] == [6, 12]
@@ -177,7 +177,7 @@ def test_moments_of_muon_are_those_of_leaves_that_are_no_matrices():
     assert isinstance(adam["nu"]["blocks"]["w"], optax.MaskedNode)
 
 
-def test_only_where_the_whole_model_is_waited_for():
+def test_sync_moments_needs_one_fragment_and_no_delay():
     method = methods.get("des_loc")
     with pytest.raises(ValueError, match="sync_moments=3,6 goes with .* delay_steps=0"):
         method.with_sync(schedule=staggered(4, 1, 2))

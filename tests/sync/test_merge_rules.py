@@ -87,7 +87,7 @@ HAVE_A_RATIO = {"no curvature", "outer product", "adam", "chain"}
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_each_rule_is_its_formula(parts, moment, name):
+def test_each_rule_equals_its_formula(parts, moment, name):
     rule, delay, formula = RULES[name]
     extra = {"learning_rate": 0.25, "second_moment": moment}
     merged, metrics = apply(rule, *parts, delay, **extra)
@@ -154,7 +154,7 @@ def test_bfloat16_regions_merge_in_the_outer_precision(name):
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1.1, float("nan")])
-def test_a_weight_is_one(weight):
+def test_weights_outside_of_0_to_1_are_refused(weight):
     message = f"mixing_alpha={weight} must be between 0 and 1"
     with pytest.raises(ValueError, match=message):
         merge.mix(weight)

@@ -57,7 +57,7 @@ def test_every_entry_of_the_table_is_described(name):
         assert need.of_region is not None
 
 
-def test_an_unknown_need():
+def test_an_unknown_need_is_refused():
     message = r"merge 'odd' needs \['luck'\], .*; known are \['distance', 'drift', "
     with pytest.raises(ValueError, match=message):
         needs.check({"luck", "staged"}, UserInputs(), "merge 'odd'")
@@ -109,7 +109,7 @@ def test_staged_parameters_are_no_extra_argument():
     assert needs.arguments({"staged"}, seen()) == {}
 
 
-def test_arguments_by_name():
+def test_arguments_of_a_merge_by_hand():
     of = {"learning_rate", "second_moment", "key", "later_params"}
     values = needs.arguments(of, seen())
     assert set(values) == of

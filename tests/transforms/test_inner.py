@@ -64,7 +64,7 @@ def newton_schulz(x):
     return x
 
 
-def test_three_steps_are_the_formula():
+def test_three_steps_of_muon_equal_the_formula():
     """B <- 0.9 B + G; W <- W - lr (sqrt(out / in) UV' + wd W), a layer at a time.
 
     Adam's small number in the length of B is all that differs: 1e-8 of it.
@@ -108,7 +108,7 @@ def test_muon_moves_scanned_and_unscanned_blocks_equally():
     np.testing.assert_allclose(unscanned["head"], scanned["head"], atol=1e-6)
 
 
-def test_the_rest_takes_adam():
+def test_muon_leaves_vectors_and_embeddings_to_adam():
     x = params()
     step, _ = run(muon(0.1, weight_decay=0.2, b1=0.8, b2=0.9), x)
     adam = optax.adamw(0.1, 0.8, 0.9, weight_decay=0.2)

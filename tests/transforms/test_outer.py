@@ -232,7 +232,7 @@ def corrected_by(m, g, **options):
     return transform.update(jnp.asarray(g), state)[0]
 
 
-def test_the_cases_by_hand():
+def test_heloco_corrects_gradients_by_hand():
     """m = [2, 0], so kappa ||m|| = 6 of kappa 3."""
     m = np.array([2.0, 0.0])
     np.testing.assert_allclose(corrected_by(m, [1.0, 3.0]), [1.0, 3.0])
@@ -251,14 +251,14 @@ def test_the_cases_by_hand():
     np.testing.assert_allclose(corrected_by(m, [0.0, 2.0]), turned)
 
 
-def test_the_first_step_and_zeros_are_kept():
+def test_heloco_keeps_the_first_step_and_zeros():
     g = np.array([1.0, -2.0])
     zero = np.zeros(2)
     np.testing.assert_array_equal(corrected_by(zero, g, keep_cosine=1.0), g)
     np.testing.assert_array_equal(corrected_by(g, zero), zero)
 
 
-def test_a_scalar_can_turn_back():
+def test_heloco_lets_a_scalar_turn_back():
     """A number has only cosines 1 and -1; rid of all it could never turn."""
     optimizer = outer.heloco(0.5, 0.5)
     x = jnp.array(4.0)

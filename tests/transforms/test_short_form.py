@@ -116,6 +116,6 @@ def test_wrong_forms_are_named(monkeypatch, text, message):
 
 
 @pytest.mark.parametrize("given", [None, 4, compression.int8()])
-def test_only_text_is_parsed(given):
+def test_values_other_than_text_are_refused(given):
     with pytest.raises(ValueError, match="^compress=.{1,30} must be text, such as 'ef"):
         inspect.unwrap(compression.parse)(given)

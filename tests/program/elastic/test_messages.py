@@ -87,7 +87,7 @@ def test_a_malformed_message_raises_only_wire_error(data):
         lambda frames: [b"[" * 100000, *frames[1:]],
     ],
 )
-def test_frames_and_regions_that_are_not_there(change):
+def test_missing_frames_and_unknown_regions_are_refused(change):
     frames = m.pack(m.Letter("run", 1, 7, DECISION))
     with pytest.raises(m.WireError, match="not a message of this protocol"):
         m.unpack(change(frames), 3)

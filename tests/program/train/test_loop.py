@@ -279,7 +279,9 @@ class TestCadence:
     @pytest.mark.parametrize(
         ("counts", "lengths"), [(False, [8, 4, 1]), (True, [10, 3])]
     )
-    def test_lengths_are_few_where_events_may_come_at_any_step(self, counts, lengths):
+    def test_scans_have_few_lengths_if_events_may_come_at_any_step(
+        self, counts, lengths
+    ):
         measured = types.SimpleNamespace(is_measured=True, warm_up_steps=27)
         program = FakeProgram(13)
         program.length_bucket = 10 if counts else None
@@ -544,7 +546,9 @@ class TestNotFinite:
         )
         assert FiniteWatch(one, None).restored(None) == [True]
 
-    def test_a_loss_before_any_checkpoint(self, tiny, tmp_path, programs):
+    def test_a_bad_loss_before_any_checkpoint_names_its_step_and_region(
+        self, tiny, tmp_path, programs
+    ):
         program = programs[loss_plus_bad]
         why = "step 3 in .* 1.*there is none"
         error = self.fails(tiny, program, why, (np.nan, 3, 1), folder=tmp_path)
@@ -561,11 +565,11 @@ class TestNotFinite:
         self.fails(tiny, program, why, (1, 3, 1), **options)
         assert steps_in(tmp_path) == [1, 2]
 
-    def test_a_parameter_of_the_last_step(self, tiny, programs):
+    def test_a_bad_parameter_of_the_last_step_ends_the_run(self, tiny, programs):
         why = "not finite at step 12 in the mean of all regions"
         self.fails(tiny, programs[loss_with_bad_gradient], why, (1, 12, 1))
 
-    def test_records_before_it_were_written(self, tiny, programs):
+    def test_records_before_a_bad_loss_are_written(self, tiny, programs):
         run = object.__new__(Run)
         batches = self.batches(tiny, np.nan, 7, 0)
         with pytest.raises(NonFiniteLossError):

@@ -99,7 +99,7 @@ def test_a_phase_of_the_delay_lets_merges_fall_on_the_multiples():
     assert events == {2: "+1", 5: "+0", 6: "-1", 8: "+1", 9: "-0", 11: "+0"}
 
 
-def test_a_phase_and_a_delay_of_h():
+def test_with_a_phase_and_a_delay_of_h_a_fragment_finishes_before_it_starts():
     """The order is that without a phase: back, and out again."""
     events = table(staggered(4, 2, 4, phase_steps=1), 9)
     assert events == {1: "+1", 3: "+0", 5: "-1 +1", 7: "-0 +0", 9: "-1 +1"}

@@ -104,7 +104,7 @@ def test_delays_are_whole_and_at_least_one_step():
     assert all(isinstance(d, int) for d in delay_steps)
 
 
-def test_numbers_that_are_given_make_the_plain_schedule():
+def test_fixed_numbers_make_a_schedule_without_measuring():
     assert not isinstance(staggered(40, 4, 5), Measured)
     assert not isinstance(adaptive(40, 4, 5, 8), Measured)
 
