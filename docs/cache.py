@@ -20,15 +20,15 @@ def folder(docs: pathlib.Path) -> pathlib.Path:
 
     Outputs of other code and results are removed.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for pattern in READ:
         for path in sorted(docs.parent.glob(pattern)):
-            found.update(f"{path.relative_to(docs.parent)}\0".encode())
-            found.update(hashlib.sha256(path.read_bytes()).digest())
+            digest.update(f"{path.relative_to(docs.parent)}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
 
-    whole = docs / ".jupyter_cache"
-    current = whole / found.hexdigest()[:16]
-    for other in whole.glob("*"):
+    caches = docs / ".jupyter_cache"
+    current = caches / digest.hexdigest()[:16]
+    for other in caches.glob("*"):
         if other != current:
             shutil.rmtree(other)
     return current

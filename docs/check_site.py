@@ -1,7 +1,7 @@
-"""Checks a built site: links, images, e-mail links, and what is wide on a phone.
+"""Checks a built site: links, images, e-mail links, and elements too wide for a phone.
 
-No internal link is dead, all images are there, and no link is an e-mail address. Tables
-and code stand in boxes that scroll, so that no page does sideways.
+No internal link is dead, every image exists, and no link is an e-mail address. Tables
+and code are in boxes that scroll, so that no page scrolls sideways.
 
 python docs/check_site.py FOLDER
 """
@@ -13,10 +13,9 @@ import sys
 import urllib.parse
 from collections.abc import Iterator
 
-# In pages of the theme and of sources, which nobody wrote here. The pages of modules
-# link functions that a class has as its own under the class's name.
+# Pages of the theme and of sources, which are not written here. Pages of modules link
+# functions that are attributes of a class under the name of the class.
 IGNORED = ("_modules", "_sources", "_static")
-
 
 # Classes of boxes that scroll (tables.css and the theme), and of the index: its tables
 # have one column on a phone.
@@ -37,7 +36,7 @@ class Page(html.parser.HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        """Collect what a tag names."""
+        """Collect the ids, links and images of a tag."""
         values = dict(attrs)
         self.ids |= {values[key] for key in ("id", "name") if values.get(key)}
         if tag == "a" and values.get("href"):
@@ -59,31 +58,35 @@ class Page(html.parser.HTMLParser):
 
 
 def problems(site: pathlib.Path) -> Iterator[str]:
-    """Yield what is wrong, as `page: what`."""
+    """Yield the faults of a site, each as `page: fault`."""
     paths = [p for p in sorted(site.rglob("*.html")) if not _is_ignored(p, site)]
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in paths}
     if not pages:
         yield f"{site}: no page"
 
     for path, page in pages.items():
-        where = path.relative_to(site)
+        name = path.relative_to(site)
+
         for link in page.links:
             if link.startswith("mailto:"):
-                yield f"{where}: {link} is an e-mail link"
+                yield f"{name}: {link} is an e-mail link"
                 continue
+
             target, anchor = _target(path, link)
             if target is None:
                 continue
             if not target.exists():
-                yield f"{where}: {link} is dead"
+                yield f"{name}: {link} is dead"
             elif anchor and target in pages and anchor not in pages[target].ids:
-                yield f"{where}: {link} has no such place"
+                yield f"{name}: {link} has no such place"
+
         for tag in page.wide:
-            yield f"{where}: a <{tag}> is in no box that scrolls"
+            yield f"{name}: a <{tag}> is in no box that scrolls"
+
         for image in page.images:
             target, _ = _target(path, image)
             if target is not None and not target.exists():
-                yield f"{where}: {image} is missing"
+                yield f"{name}: {image} is missing"
 
 
 def _is_ignored(path: pathlib.Path, site: pathlib.Path) -> bool:
@@ -103,13 +106,13 @@ def _target(page: pathlib.Path, link: str) -> tuple[pathlib.Path | None, str]:
 
 
 def main() -> int:
-    """Print what is wrong; return 1 if anything is."""
+    """Print the faults of a site; return 1 if there are any."""
     site = pathlib.Path(sys.argv[1]).resolve()
-    found = list(problems(site))
-    counts = collections.Counter(found)
+    counts = collections.Counter(problems(site))
     for problem, count in counts.items():
-        print(f"{problem}{f' ({count} times)' if count > 1 else ''}", file=sys.stderr)
-    return 1 if found else 0
+        times = f" ({count} times)" if count > 1 else ""
+        print(f"{problem}{times}", file=sys.stderr)
+    return 1 if counts else 0
 
 
 if __name__ == "__main__":

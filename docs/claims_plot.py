@@ -1,4 +1,4 @@
-"""The plot of the page on claims: how many have which verdict."""
+"""The plot of the page on claims: the number of claims with each verdict."""
 
 import tables
 
@@ -19,6 +19,7 @@ def verdict_bars(checked):
         "papers": [row for row in checked if row.claim.seen != "ours"],
         "ours": [row for row in checked if row.claim.seen == "ours"],
     }
+
     figure, axes = tables._figure(2.2)
     left = dict.fromkeys(groups, 0)
     for verdict, color in COLORS.items():
@@ -33,6 +34,7 @@ def verdict_bars(checked):
         labels = [str(number) if number else "" for number in numbers.values()]
         axes.bar_label(drawn, labels, label_type="center", color="white")
         left = {name: left[name] + numbers[name] for name in groups}
+
     axes.invert_yaxis()
     axes.set_xlabel("claims")
     return tables._svg(figure, legend=True)

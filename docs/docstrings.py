@@ -16,28 +16,35 @@ _SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Examples?|Note):\
 
 def process(app, what, name, obj, options, lines):
     """Change the lines of a docstring in place, as autodoc's event asks."""
-    made = []  # Parts: text to escape in lists, lines as they stand in strings.
-    block = ""  # What ends the lines that are shown as they stand.
-    in_section, last = False, ""
+    made = []  # Lines; those of text, which are to be escaped, have a mark: "\0".
+    block = ""  # The end of the lines that are shown as they stand.
+    in_section = False
+    last = ""
+
     for line in lines:
         stripped = line.strip()
         indent = len(line) - len(line.lstrip())
+
         if block in ("```", "$$") and stripped == block:
-            block, line = "", ""
+            block = ""
+            line = ""
         elif block in ("```", "$$"):
             line = f"    {line}"
         elif stripped == "$$":
             made += ["", ".. math::", ""]
-            block, last = "$$", ""
+            block = "$$"
+            last = ""
             continue
         elif stripped.startswith("```"):
             made += ["", f".. code-block:: {stripped[3:] or 'text'}", ""]
-            block, last = "```", ""
+            block = "```"
+            last = ""
             continue
         elif block == "dedent" and stripped and not indent:
             block = ""
         elif block == "blank" and not stripped:
             block = ""
+
         if not block:
             if _SECTION.match(line):
                 in_section = True
@@ -50,6 +57,8 @@ def process(app, what, name, obj, options, lines):
                 if not stripped.startswith((">>>", "- ")):
                     made += ["::", ""]
                     block = "dedent"
+
+        label = _LABEL.match(line)
         if block == "table":
             # A table goes on to the blank line after its last rule.
             made.append(f"    {line}")
@@ -57,38 +66,45 @@ def process(app, what, name, obj, options, lines):
                 block = ""
         elif block or stripped.startswith((">>>", "...")):
             made.append(line)
-        elif what == "module" and not indent and (found := _LABEL.match(line)):
-            made += ["", f"**{found[0]}**" + "\0" + line[found.end() :]]
+        elif what == "module" and not indent and label:
+            made += ["", f"**{label[0]}**" + "\0" + line[label.end() :]]
         else:
             made.append("\0" + line)
         last = stripped
+
     lines[:] = _escaped(made)
 
 
 def _escaped(made):
     """Escape runs of text, which are marked, as a whole: names may span two lines."""
-    out, run = [], []
-    for line in [*made, None]:
-        head, mark, tail = (line or "").partition("\0")
-        if line is not None and mark:
+    escaped = []
+    run = []  # Marked lines: their heads, and tails to escape.
+    for line in made:
+        head, mark, tail = line.partition("\0")
+        if mark:
             run.append((head, tail))
             continue
-        if run:
-            escaped = _text("\n".join(tail for _, tail in run)).split("\n")
-            out += [h + t for (h, _), t in zip(run, escaped, strict=True)]
-            run = []
-        if line is not None:
-            out.append(line)
-    return out
+        escaped += _escaped_run(run)
+        escaped.append(line)
+        run = []
+    return escaped + _escaped_run(run)
 
 
-def _escape(found):
-    return found[0] if found[1] else "\\" + found[0]
+def _escaped_run(run):
+    if not run:
+        return []
+    tails = _text("\n".join(tail for _, tail in run)).split("\n")
+    return [head + tail for (head, _), tail in zip(run, tails, strict=True)]
+
+
+def _escape(match):
+    return match[0] if match[1] else "\\" + match[0]
 
 
 def _text(text):
     """Escape what would be markup outside of `names`, and write `$x$` as math."""
     parts = re.split(r"(``[^`]*``|`[^`]*`|\$[^$\s](?:[^$]*[^$\s])?\$)", text)
+
     for i, part in enumerate(parts):
         if i % 2:
             is_plural = re.match(r"\w", (parts[i + 1 :] or [""])[0])
@@ -96,6 +112,7 @@ def _text(text):
                 part = f":math:`{part[1:-1]}`"
             parts[i] = part + ("\\ " if is_plural else "")
             continue
+
         # Emphasis stays: *word* and **some words**. A letter with a dot is no list.
         part = re.sub(
             r"((?<![\w*])\*\w+\*(?![\w*])|\*\*[^*\s][^*]*\*\*)|[*|]", _escape, part
@@ -109,4 +126,5 @@ def _text(text):
             r"`arXiv \1 <https://arxiv.org/abs/\1>`__",
             part,
         )
+
     return "".join(parts)

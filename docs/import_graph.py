@@ -18,28 +18,32 @@ _TYPED = "TYPE_CHECKING"
 
 
 def graph(folders: str) -> tuple[dict[str, set[str]], int]:
-    """Return which file imports which, by module name, and the lines of all."""
+    """Return the modules that each module imports, and the lines of all files."""
     paths = [p for name in folders.split("+") for p in (PACKAGE / name).glob("*.py")]
     texts = {
         f"cocodc_jax.{p.parent.name}.{p.stem}": p.read_text()
         for p in paths
         if p.stem != "__init__"
     }
+
     arrows: dict[str, set[str]] = {}
     for module, text in texts.items():
         names = set()
         tree = ast.parse(text)
-        # What only types need makes no arrow: nothing is imported for it.
+
+        # Imports for types are no arrows: they do not happen at run time.
         tree.body = [
             node
             for node in tree.body
             if not (isinstance(node, ast.If) and ast.unparse(node.test) == _TYPED)
         ]
+
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 names |= {node.module}
-                names |= {f"{node.module}.{each.name}" for each in node.names}
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
         arrows[module] = (names & texts.keys()) - {module}
+
     return arrows, sum(text.count("\n") for text in texts.values())
 
 

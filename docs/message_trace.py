@@ -37,7 +37,7 @@ class Trace(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one message passes."""
+    """The traces of one message."""
 
     start: Trace
     finish: Trace
@@ -101,7 +101,7 @@ def _advanced(program: Any, state: Any) -> Any:
 
 
 def described(files: tuple[str, ...]) -> Iterator[str]:
-    """Yield a row for each file: its name, and what its docstring says first."""
+    """Yield a row for each file: its name, and the first sentence of its docstring."""
     for name in files:
         tree = ast.parse((PACKAGE / name).read_text())
         first = (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
@@ -128,7 +128,7 @@ def lines(message: Message) -> list[str]:
 
 
 def replaced(page: str, new: list[str]) -> str:
-    """Return the page with what stood between the two lines replaced."""
+    """Return the page with new lines in place of those between its two marks."""
     before, _, rest = page.partition(FIRST_LINE)
     _, _, after = rest.partition(LAST_LINE)
     return before + "\n".join(new) + after

@@ -70,7 +70,8 @@ def _marked_lines(text: str) -> list[bool]:
     is_blank = [not line.strip() for line in text.splitlines()]
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.STRING:
-            first, last = token.start[0], token.end[0]
+            first = token.start[0]
+            last = token.end[0]
             is_blank[first - 1 : last] = [False] * (last - first + 1)
     return is_blank
 

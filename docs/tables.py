@@ -52,23 +52,28 @@ def interval(value, form=".3f"):
         return "-"
     half = value.get("half")
     text = format(value["mean"], form)
-    # In one piece, by spaces that do not break.
-    return (
-        text if half is None else f"{text}\u00a0±\u00a0{format(half, form.strip('+'))}"
-    )
+    if half is None:
+        return text
+
+    # Spaces that do not break keep it in one piece.
+    return f"{text}\u00a0±\u00a0{format(half, form.strip('+'))}"
 
 
 def cells(name, keep=lambda cell: True, hide=(), machine=MACHINE):
     """Return the cells of a sweep as a table, by the bytes that a region sent."""
-    found = read(name)
-    reference, kept = found["reference"], list(filter(keep, found["cells"]))
+    sweep = read(name)
+    reference = sweep["reference"]
+    kept = list(filter(keep, sweep["cells"]))
     names = [n for n in ("published", "tuned") if any(n in c["columns"] for c in kept)]
+
     heads = ["method", "precision", "H", "tau", "settings", "sent by a region"]
     heads += [f"loss, {n}" for n in names]
     heads += ["difference in loss", "steps to the same loss"]
+
     rows = []
     for cell in sorted(kept, key=lambda c: _last(c)["bytes"]):
-        flags, last = cell["flags"], _last(cell)
+        flags = cell["flags"]
+        last = _last(cell)
         exact = flags.get("compress") in (None, "none")
         rows.append(
             [
@@ -83,9 +88,11 @@ def cells(name, keep=lambda cell: True, hide=(), machine=MACHINE):
                 interval(last["steps_to_reference"], ".0f"),
             ]
         )
+
     if all(row[4] == "-" for row in rows):
         for row in [heads, *rows]:
             del row[4]
+
     note = f"Differences in loss are from `{reference['cell']}`, {reference['column']}."
     if sum(row[-1] == "-" for row in rows) >= len(rows) - 1:
         for row in [heads, *rows]:
@@ -96,9 +103,10 @@ def cells(name, keep=lambda cell: True, hide=(), machine=MACHINE):
 
 
 def _seeds(cells):
-    """Say how many seeds the cells have."""
-    found = {len(c["seeds"]) for cell in cells for c in cell["columns"].values()}
-    least, most = min(found), max(found)
+    """Return the number of seeds of the cells, in words."""
+    counts = {len(c["seeds"]) for cell in cells for c in cell["columns"].values()}
+    least = min(counts)
+    most = max(counts)
     count = f"{most}" if least == most else f"{least} to {most}"
     return "One seed" if most == 1 else f"{count} seeds, means with 95 % intervals"
 
@@ -109,16 +117,16 @@ def _last(cell):
 
 
 def _settings(flags, hide):
-    said = []
+    settings = []
     for name, value in flags.items():
         if name in SHOWN or name in hide or value in (None, False):
             continue
         symbol = SYMBOLS.get(name, name)
-        said.append(f"`--{name}`" if value is True else f"{symbol} {value}")
-    return ", ".join(said) or "-"
+        settings.append(f"`--{name}`" if value is True else f"{symbol} {value}")
+    return ", ".join(settings) or "-"
 
 
-# Contenders by their flags; where a flag is not named, that of the first cell.
+# Contenders by some of their flags: the first cell with these is the contender's.
 CONTENDERS = {
     "one bit": {"method": "streaming_diloco", "compress": "ef+sign"},
     "two bits": {"method": "streaming_diloco", "compress": "ef+stat2"},
@@ -129,7 +137,7 @@ CONTENDERS = {
     "rule=text": {"method": "cocodc_paper", "rule": "text"},
     "data parallel": {"method": "data_parallel"},
 }
-# Rules of a merge whose mean comes late.
+# Merge rules for a delayed mean.
 LATE = {
     "mix": {"method": "streaming_diloco", "merge_feedback": None},
     "feedback": {"method": "streaming_diloco", "merge_feedback": True},
@@ -139,16 +147,25 @@ LATE = {
 
 
 def across(files, what, shown=tuple(CONTENDERS), less=("one bit", "cocodc")):
-    """Return a table of sweeps: tuned losses, differences from the reference, steps."""
+    """Return a table of sweeps: tuned losses, differences from the reference, steps.
+
+    Args:
+      files: the file of results of each row, by the text of its first column.
+      what: the head of the first column.
+      shown: contenders whose losses are shown.
+      less: contenders whose differences from the reference are shown.
+    """
     rows = []
     for size, name in files.items():
-        found = read(name)["cells"]
-        last = {n: _last(cell) for n in shown if (cell := named(found, n))}
-        both = [_less_and_fewer(last.get(n)) for n in less]
-        rows.append([size, *sum(both, ()), *(_loss(last.get(n)) for n in shown)])
-    heads = [
-        words for n in less for words in (f"{n}: difference in loss", "steps saved")
-    ]
+        cells = read(name)["cells"]
+        last = {n: _last(cell) for n in shown if (cell := named(cells, n))}
+        differences = [_less_and_fewer(last.get(n)) for n in less]
+        losses = [_loss(last.get(n)) for n in shown]
+        rows.append([size, *sum(differences, ()), *losses])
+
+    heads = []
+    for name in less:
+        heads += [f"{name}: difference in loss", "steps saved"]
     return table([what, *heads, *shown], rows)
 
 
@@ -161,30 +178,43 @@ def _less_and_fewer(column):
     """Return the difference from the reference, and the steps saved to its loss."""
     if column is None:
         return "-", "-"
-    steps, total = column["steps_to_reference"], column["curve"][-1][0]
-    fewer = steps and {
+
+    difference = interval(column["difference"], "+.3f")
+    steps = column["steps_to_reference"]
+    if not steps:
+        return difference, "-"
+
+    total = column["curve"][-1][0]
+    saved_percent = {
         "mean": 100 - 100 * steps["mean"] / total,
         "half": steps["half"] and 100 * steps["half"] / total,
     }
-    words = interval(fewer, ".0f") + "\u00a0%" * bool(fewer)
-    return interval(column["difference"], "+.3f"), words
+    return difference, interval(saved_percent, ".0f") + "\u00a0%"
 
 
 def beside(name, lines):
-    """Return a table of a sweep's losses beside those of other sweeps."""
-    mixture, rows = read(name)["cells"], []
-    for words, (column, other) in lines.items():
-        contender, *_ = words.split(",")
-        both = [named(found, contender) for found in (mixture, read(other)["cells"])]
-        losses = [cell["columns"][column]["loss"] for cell in both]
-        rows.append([words, *map(interval, losses)])
+    """Return a table of a sweep's losses next to those of other sweeps.
+
+    Args:
+      name: the file of results of the mixture.
+      lines: by the text of a row, which begins with a contender, its column and the
+        file of results of a dense model.
+    """
+    rows = []
+    for words, (column, dense) in lines.items():
+        contender = words.split(",")[0]
+        losses = []
+        for file in (name, dense):
+            cell = named(read(file)["cells"], contender)
+            losses.append(interval(cell["columns"][column]["loss"]))
+        rows.append([words, *losses])
     return table(["", "mixture", "dense"], rows)
 
 
-def named(found, name):
+def named(cells, name):
     """Return the first cell with the flags of a contender; None if there is none."""
     wanted = (CONTENDERS | LATE)[name]
-    for cell in found:
+    for cell in cells:
         flags = cell["flags"] | (_last(cell)["config"] or {}).get("method", {})
         plain = {k: None if v in ("none", False) else v for k, v in flags.items()}
         if all(plain.get(k) == v for k, v in wanted.items()):
@@ -201,14 +231,15 @@ def frontier(*names, keep=lambda cell: True):
     for name in names:
         for cell in filter(keep, read(name)["cells"]):
             groups.setdefault(_group(cell), []).append(_last(cell))
+
     figure, axes = _figure(4.2)
     for group, color in palette.colors(groups).items():
-        found = sorted(groups[group], key=lambda column: column["bytes"])
+        columns = sorted(groups[group], key=lambda column: column["bytes"])
         is_recipe = group == palette.RECIPE
         axes.errorbar(
-            [column["bytes"] / 1e6 for column in found],
-            [column["loss"]["mean"] for column in found],
-            [column["loss"]["half"] or 0 for column in found],
+            [column["bytes"] / 1e6 for column in columns],
+            [column["loss"]["mean"] for column in columns],
+            [column["loss"]["half"] or 0 for column in columns],
             fmt="D" if is_recipe else "o",
             markersize=9 if is_recipe else 6,
             color=color,
@@ -216,6 +247,7 @@ def frontier(*names, keep=lambda cell: True):
             zorder=3 if is_recipe else 2,
             label=LABELS.get(group, group),
         )
+
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -225,7 +257,7 @@ def frontier(*names, keep=lambda cell: True):
     return _svg(figure, legend=True)
 
 
-# Of the recommended setting and of rules, in legends.
+# Labels of the recommended setting and of merge rules in legends.
 LABELS = {
     palette.RECIPE: "recommended: one bit",
     "feedback": "Streaming DiLoCo with the merge's feedback",
@@ -235,7 +267,7 @@ LABELS = {
 
 
 def _group(cell):
-    """Return the method of a cell, or that it is the recommended setting."""
+    """Return the method of a cell, or `palette.RECIPE` for the recommended setting."""
     flags = cell["flags"] | (_last(cell)["config"] or {}).get("method", {})
     is_often = flags.get("sync_interval") == flags.get("num_fragments")
     is_one_bit = flags.get("compress") == "ef+sign"
@@ -248,6 +280,7 @@ def losses(name, keep=lambda cell: True, called=None):
     """Return a plot of the last losses of a sweep with intervals, the best on top."""
     kept = [(cell, _last(cell)) for cell in filter(keep, read(name)["cells"])]
     kept.sort(key=lambda pair: -pair[1]["loss"]["mean"])
+
     shades = palette.colors(dict.fromkeys(_group(cell) for cell, _ in kept))
     figure, axes = _figure(0.9 + 0.42 * len(kept), width_in=7.5)
     for row, (cell, column) in enumerate(kept):
@@ -256,6 +289,7 @@ def losses(name, keep=lambda cell: True, called=None):
         axes.errorbar(
             loss["mean"], row, xerr=loss["half"] or 0, fmt="o", color=color, capsize=2
         )
+
     axes.set_yticks(range(len(kept)), [(called or label)(c["flags"]) for c, _ in kept])
     axes.set_xlabel("last loss, nats per token")
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
@@ -268,8 +302,8 @@ def saved(panels):
     `panels` has, by the label of an x axis, series by name; each has a file of results
     for each x.
     """
-    figure, every = _figure(3.9, num=len(panels), sharey=True)
-    for axes, (what, series) in zip(every, panels.items(), strict=True):
+    figure, all_axes = _figure(3.9, num=len(panels), sharey=True)
+    for axes, (xlabel, series) in zip(all_axes, panels.items(), strict=True):
         for (name, files), style in zip(series.items(), ("o-", "s--"), strict=False):
             means, halves = zip(*map(_saved, files.values()), strict=True)
             color = palette.COLORS[palette.RECIPE]
@@ -282,22 +316,25 @@ def saved(panels):
                 capsize=3,
                 label=name,
             )
+
         axes.axhline(0, color="#999999", linewidth=0.8)
         values = [x for files in series.values() for x in files]
         is_wide = max(values) > 16 * min(values)
         axes.set_xscale("log", base=4 if is_wide else 2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        axes.set_xlabel(what)
+        axes.set_xlabel(xlabel)
         if len(series) > 1:
             axes.legend(frameon=False)
-    every[0].set_ylabel("steps saved, %")
+
+    all_axes[0].set_ylabel("steps saved, %")
     return _svg(figure)
 
 
 def _saved(name):
     """Return the percentage of steps saved, and half of its interval."""
     column = _last(named(read(name)["cells"], "one bit"))
-    steps, total = column["steps_to_reference"], column["curve"][-1][0]
+    steps = column["steps_to_reference"]
+    total = column["curve"][-1][0]
     return 100 - 100 * steps["mean"] / total, 100 * (steps["half"] or 0) / total
 
 
@@ -309,20 +346,22 @@ def late(files):
         "isotropic": palette.COLORS["cocodc"],
         "normalised": "#CC79A7",
     }
+
     for rule, color in shades.items():
-        found = [
+        differences = [
             _last(named(read(name)["cells"], rule))["difference"]
             for name in files.values()
         ]
         axes.errorbar(
             list(files),
-            [-x["mean"] for x in found],
-            [x["half"] or 0 for x in found],
+            [-x["mean"] for x in differences],
+            [x["half"] or 0 for x in differences],
             fmt="o-",
             color=color,
             capsize=3,
             label=LABELS[rule],
         )
+
     axes.axhline(0, color="#999999", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -333,11 +372,13 @@ def late(files):
 
 def bars(rows, xlabel, line=None):
     """Return horizontal bars by name, the longest on top, with a line at a value."""
-    rows = sorted(rows.items(), key=lambda pair: pair[1])
-    figure, axes = _figure(0.9 + 0.4 * len(rows), width_in=7.5)
-    shades = [palette.COLORS.get(name, "#7A9CC6") for name, _ in rows]
-    drawn = axes.barh([name for name, _ in rows], [x for _, x in rows], color=shades)
-    axes.bar_label(drawn, [f"{x:.2f}" for _, x in rows], padding=4)
+    values = dict(sorted(rows.items(), key=lambda pair: pair[1]))
+    figure, axes = _figure(0.9 + 0.4 * len(values), width_in=7.5)
+
+    shades = [palette.COLORS.get(name, "#7A9CC6") for name in values]
+    drawn = axes.barh(list(values), list(values.values()), color=shades)
+    axes.bar_label(drawn, [f"{x:.2f}" for x in values.values()], padding=4)
+
     if line is not None:
         axes.axvline(line, color="#555555", linewidth=1)
     axes.set_xlabel(xlabel)
@@ -358,12 +399,12 @@ def returns(chaos):
 def _figure(height_in, num=1, width_in=6.2, **looks):
     """Return a figure with large letters, readable on a phone, and its axes."""
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
-    axes = figure.subplots(1, num, squeeze=False, **looks)[0]
-    for each in axes:
-        each.grid(color="#e4e4e4", linewidth=0.6)
-        each.set_axisbelow(True)
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes if num > 1 else axes[0]
+    all_axes = figure.subplots(1, num, squeeze=False, **looks)[0]
+    for axes in all_axes:
+        axes.grid(color="#e4e4e4", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, all_axes if num > 1 else all_axes[0]
 
 
 def _svg(figure, legend=False):
@@ -372,6 +413,7 @@ def _svg(figure, legend=False):
         labels = figure.axes[0].get_legend_handles_labels()[1]
         ncols = 2 if max(map(len, labels)) <= 22 else 1
         figure.legend(loc="outside upper center", ncols=ncols, frameon=False)
+
     drawn = io.StringIO()
     with rc_context({"svg.hashsalt": "tables"}):
         for text in figure.findobj(Text):
