@@ -169,9 +169,15 @@ jax.tree_util.register_pytree_with_keys(
     ],
 )  # fmt: skip
 def test_arguments_of_the_wrong_kind_are_named(arguments, message):
-    given = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "method": DILOCO}
+    valid = {
+        "loss_fn": loss_fn,
+        "optimizer": optax.sgd(0.1),
+        "method": DILOCO,
+        "params": PARAMS,
+        "regions": 2,
+    }
     with pytest.raises(ValueError, match=message):
-        cc.RegionProgram(**given | {"params": PARAMS, "regions": 2} | arguments)
+        cc.RegionProgram(**valid | arguments)
 
 
 # --- Keys of the generator ---

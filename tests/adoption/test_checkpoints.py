@@ -32,8 +32,9 @@ def loss_fn(params, batch, key):
 
 def make(method):
     user_inputs = cc.UserInputs(learning_rate=0.1)
-    given = (loss_fn, optax.sgd(0.1), method, PARAMS, 2)
-    return cc.RegionProgram(*given, user_inputs=user_inputs)
+    return cc.RegionProgram(
+        loss_fn, optax.sgd(0.1), method, PARAMS, regions=2, user_inputs=user_inputs
+    )
 
 
 @pytest.fixture(scope="module")

@@ -249,9 +249,9 @@ def test_the_users_arrays_may_be_deleted_after_init():
     params = {"base": {"w": W.astype(np.int8)}, "lora": PARAMS["lora"]}
     program = make(trainable={"base": False, "lora": True}, params=params)
 
-    given = jax.tree.map(jnp.asarray, params)
-    state = program.init(given, jax.random.key(0))
-    jax.tree.map(lambda x: x.delete(), given)
+    arrays = jax.tree.map(jnp.asarray, params)
+    state = program.init(arrays, jax.random.key(0))
+    jax.tree.map(lambda x: x.delete(), arrays)
     state, _ = program.advance(state, BATCHES[:4])
 
     mean = program.mean_params(state)["base"]["w"]

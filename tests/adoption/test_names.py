@@ -145,8 +145,8 @@ def test_muon_warns_if_it_finds_no_matrix(caplog):
     muon.muon(0.1).init(params)
     muon.muon(0.1).init(params)
 
-    (said,) = caplog.messages
-    assert "muon finds no matrix below blocks='blocks'" in said
+    (warning,) = caplog.messages
+    assert "muon finds no matrix below blocks='blocks'" in warning
 
     caplog.clear()
     muon.muon(0.1, blocks="layers").init(params)

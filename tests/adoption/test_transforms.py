@@ -47,10 +47,10 @@ def test_a_curvature_must_be_chosen():
         delay_compensation()
 
 
-@pytest.mark.parametrize("given", [None, curvature.isotropic, 0.5])
-def test_an_invalid_curvature_is_named(given):
+@pytest.mark.parametrize("value", [None, curvature.isotropic, 0.5])
+def test_an_invalid_curvature_is_named(value):
     with pytest.raises(ValueError, match="^curvature=.* must be one of .*, or a Cur"):
-        inspect.unwrap(delay_compensation)(given)
+        inspect.unwrap(delay_compensation)(value)
 
 
 def test_stale_parameters_of_another_shape_are_not_broadcast():

@@ -118,8 +118,9 @@ def train(tx, method, num_regions, num_steps=NUM_STEPS, params=None):
 def reference(optimizer, method, num_regions, num_steps=NUM_STEPS, params=None):
     """What the region program comes to, one step after the other."""
     params = tiny.make_params() if params is None else params
-    given = {"optimizer": optimizer, "regions": num_regions, "params": params}
-    program = tiny.program_of(method, **given)
+    program = tiny.program_of(
+        method, optimizer=optimizer, regions=num_regions, params=params
+    )
     state, _ = finish(program, program.init(params, jax.random.key(0)), num_steps)
     return state
 
@@ -521,7 +522,7 @@ def test_unsupported_methods_are_refused_by_name(method, says):
 def test_update_names_arguments_that_are_missing_or_wrong():
     params = tiny.make_params()
 
-    def update(method, inner=ADAM, num_regions=None, given=params, **extra):
+    def update(method, inner=ADAM, num_regions=None, update_params=params, **extra):
         tx = cc.synchronized(
             inner,
             method,
@@ -530,7 +531,7 @@ def test_update_names_arguments_that_are_missing_or_wrong():
             user_inputs=tiny.USER_INPUTS,
         )
         jax.vmap(
-            lambda x: tx.update(params, tx.init(params), given, **extra),
+            lambda x: tx.update(params, tx.init(params), update_params, **extra),
             axis_name="region",
         )(jnp.zeros(3))
 
@@ -542,7 +543,7 @@ def test_update_names_arguments_that_are_missing_or_wrong():
 
     for method, options, says in (
         ("diloco", {"num_regions": 2}, "num_regions=2 differs from the 3 regions of"),
-        ("diloco", {"given": None}, "needs params: tx.update"),
+        ("diloco", {"update_params": None}, "needs params: tx.update"),
         ("snoo", {}, "regions=3 must be 1"),
         ("des_loc", {"inner": optax.sgd(0.1)}, "state holds none; use optax.adamw"),
         (by_loss, {}, "value_fn=lambda params: loss"),

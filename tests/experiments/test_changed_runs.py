@@ -105,8 +105,8 @@ def test_a_finished_run_goes_on_for_more_steps(call, refused, corpus, tmp_path):
     assert json.loads(out[out.index("{") :])["steps"] == 16
     call(train, *words, f"--workdir={whole}")
     np.testing.assert_allclose(losses(longer), losses(whole), rtol=1e-4)
-    said = refused(train, *words, f"--workdir={longer}", "--steps=15")
-    assert "for steps give 16 or more, as so many are done" in said
+    refusal = refused(train, *words, f"--workdir={longer}", "--steps=15")
+    assert "for steps give 16 or more, as so many are done" in refusal
 
 
 @pytest.mark.slow
@@ -154,9 +154,9 @@ def test_a_schedule_that_follows_the_length_changes_where_that_is_asked_for(
 def test_a_refusal_names_the_repair_for_each_field(
     finished, refused, corpus, words, message
 ):
-    said = refused(train, *FLAGS, *corpus, f"--workdir={finished}", *words)
-    assert said.startswith(f"--workdir='{finished}' holds a run of another conf")
-    assert re.search(message.format(finished), said), said
+    refusal = refused(train, *FLAGS, *corpus, f"--workdir={finished}", *words)
+    assert refusal.startswith(f"--workdir='{finished}' holds a run of another conf")
+    assert re.search(message.format(finished), refusal), refusal
 
 
 def test_elastic_regions_do_not_go_on_with_a_run_of_one_job(tmp_path):

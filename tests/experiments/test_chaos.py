@@ -225,8 +225,8 @@ def test_wrong_flags_are_refused_in_a_line(words, message, refused, tmp_path):
 def test_the_folder_of_a_scenario_that_is_over_is_refused(refused, tmp_path):
     (tmp_path / scenarios.RESULT_FILE).write_text("{}")
     words = [f"--workdir={tmp_path}", "--regions=3", "--scenario=cut"]
-    said = refused(chaos, *words, "--", "--preset=smoke")
-    assert "has the result of a scenario; name another" in said
+    error = refused(chaos, *words, "--", "--preset=smoke")
+    assert "has the result of a scenario; name another" in error
 
 
 @pytest.mark.slow

@@ -295,6 +295,6 @@ def test_a_pipe_in_the_place_of_a_lock_is_no_lock(tmp_path, capsys):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, refused):
-    said = refused(status, tmp_path)
-    assert said == f"'{tmp_path}' holds no run; name the folder of one"
+    error = refused(status, tmp_path)
+    assert error == f"'{tmp_path}' holds no run; name the folder of one"
     assert "name the folder of a run" in refused(status)

@@ -57,8 +57,8 @@ def test_a_grid_is_the_product_of_its_axes_and_the_published_settings():
     assert [s.published for s in parsed.settings] == published
     arguments = [s.config.method.given for s in parsed.settings]
     # The default of the third is its own.
-    assert [given.get("outer_lr") for given in arguments[:3]] == [0.4, 1.0, 0.7]
-    compressors = [given.get("compress") for given in arguments[:6]]
+    assert [values.get("outer_lr") for values in arguments[:3]] == [0.4, 1.0, 0.7]
+    compressors = [values.get("compress") for values in arguments[:6]]
     assert compressors == ["none"] * 3 + ["ef+int4"] * 3
 
     # A base flag is for whichever method takes it.

@@ -234,8 +234,8 @@ def test_a_damaged_summary_of_a_finished_run_is_written_again(
     assert mine.read_bytes() == theirs.read_bytes()
 
     with only_writer(workdir):  # And whoever has the folder is left alone.
-        said = refused(train, *flags, code=1)
-    assert said.startswith(f"workdir='{workdir}' is in use by process ")
+        error = refused(train, *flags, code=1)
+    assert error.startswith(f"workdir='{workdir}' is in use by process ")
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,8 @@ def test_a_region_that_was_superseded_ends_with_the_code_for_no_restart(
     session = mock.Mock()
     session.train.side_effect = error
     monkeypatch.setattr(train, "prepare", lambda *_, **__: session)
-    said = refused(train, "--preset=smoke", f"--workdir={tmp_path}", code=code)
-    assert said == str(error)
+    line = refused(train, "--preset=smoke", f"--workdir={tmp_path}", code=code)
+    assert line == str(error)
 
 
 @pytest.mark.slow
@@ -296,9 +296,9 @@ def test_a_workdir_of_another_configuration_is_refused(unbroken, refused, corpus
     workdir, _ = unbroken
     before = (workdir / "config.json").read_text()
     flags = [*FLAGS, *corpus, f"--workdir={workdir}", "--outer_lr=0.3"]
-    said = refused(train, *flags)
-    assert said.startswith(f"--workdir='{workdir}' holds a run of another")
-    assert "outer_lr: 0.4, not 0.3" in said
+    error = refused(train, *flags)
+    assert error.startswith(f"--workdir='{workdir}' holds a run of another")
+    assert "outer_lr: 0.4, not 0.3" in error
     assert (workdir / "config.json").read_text() == before
 
 
@@ -332,8 +332,8 @@ def test_a_corpus_that_changed_under_a_run_is_refused(call, corpus, tmp_path):
 def test_a_flag_the_inner_optimizer_does_not_go_by_is_refused(
     refused, tmp_path, words, line
 ):
-    said = refused(train, "--preset=smoke", *words, f"--workdir={tmp_path}")
-    assert said.startswith(line)
+    error = refused(train, "--preset=smoke", *words, f"--workdir={tmp_path}")
+    assert error.startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -416,5 +416,5 @@ def test_a_source_that_cannot_be_adopted_is_named(
 ):
     adopt = f"--adopt_from={source.format(unbroken[0])}"
     flags = [*FLAGS, "--steps=52", *corpus, adopt, f"--workdir={tmp_path}"]
-    said = refused(train, *flags, *([flag] if flag else []))
-    assert re.search(message, said), said
+    error = refused(train, *flags, *([flag] if flag else []))
+    assert re.search(message, error), error

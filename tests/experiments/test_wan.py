@@ -30,10 +30,10 @@ def meet():
         time.sleep(0.01)
 
 def udp(port=5000):
-    found = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    found.bind(("", port))
+    bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    bound.bind(("", port))
     meet()
-    return found
+    return bound
 """
 
 

@@ -404,8 +404,8 @@ def main(words: list[str]) -> None:
             raise SystemExit(f"{word!r} is no OPTION=VALUE of MaxText's, nor --only=")
 
     chosen = [word.removeprefix("--only=") for word in rest if "--only=" in word]
-    given = dict(word.split("=", 1) for word in rest if not word.startswith("--"))
-    options = OPTIONS | given
+    overrides = dict(word.split("=", 1) for word in rest if not word.startswith("--"))
+    options = OPTIONS | overrides
     options.setdefault("dcn_diloco_parallelism", options["compile_topology_num_slices"])
     os.environ |= Target.parse("v5p:2x2x1").environment()
 
@@ -434,7 +434,7 @@ def main(words: list[str]) -> None:
     rows: dict[str, Any] = {}
     if chosen and Path(result).exists():
         before = json.loads(Path(result).read_text())
-        if before["options"] == given:
+        if before["options"] == overrides:
             rows = {row["method"]: row for row in before["rows"]}
 
     for name, listed in methods.items():
@@ -455,7 +455,7 @@ def main(words: list[str]) -> None:
             "num_params": job().num_params,
             "hbm_bytes": hbm_bytes,
             "interval": INTERVAL,
-            "options": given,
+            "options": overrides,
         }
         about["rows"] = [rows[name] for name in methods if name in rows]
         Path(result).write_text(json.dumps(about, indent=1) + "\n")

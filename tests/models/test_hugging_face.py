@@ -89,7 +89,7 @@ def test_tensors_have_the_names_and_turns_of_hugging_face(config, tmp_path):
     """What these compute is in `oracle`; that `transformers` does, in a slow test."""
     hugging_face.write(tmp_path, config, drawn_params(config))
     tensors = load_file(tmp_path / "model.safetensors")
-    said = json.loads((tmp_path / "config.json").read_text())
+    config_json = json.loads((tmp_path / "config.json").read_text())
     wanted = as_in_files(oracle.unstacked(config, drawn_params(config)))
     jax.tree.map(np.testing.assert_array_equal, tensors, wanted)
     sizes = {
@@ -100,10 +100,13 @@ def test_tensors_have_the_names_and_turns_of_hugging_face(config, tmp_path):
         "rms_norm_eps": 1e-3,
         "tie_word_embeddings": config.tie_embeddings,
     }
-    assert {name: said[name] for name in sizes} == sizes
+    assert {name: config_json[name] for name in sizes} == sizes
 
     if config.num_experts:
-        assert (said["num_local_experts"], said["num_experts_per_tok"]) == (4, 2)
+        assert (
+            config_json["num_local_experts"],
+            config_json["num_experts_per_tok"],
+        ) == (4, 2)
 
 
 def test_reading_restores_the_written_parameters(config, tmp_path):
@@ -263,9 +266,9 @@ def test_a_mixture_is_held_against_its_file(tmp_path):
 
     # What transformers takes for a Mixtral where nothing is said.
     path = tmp_path / "config.json"
-    said = json.loads(path.read_text())
-    del said["rope_theta"], said["num_key_value_heads"]
-    path.write_text(json.dumps(said))
+    config_json = json.loads(path.read_text())
+    del config_json["rope_theta"], config_json["num_key_value_heads"]
+    path.write_text(json.dumps(config_json))
 
     with pytest.raises(ValueError, match="num_kv_heads is 8 there.*rope_theta is 1000"):
         hugging_face.read(tmp_path, MIXTRAL)

@@ -90,10 +90,12 @@ def test_files_of_adapters_add_up_to_the_merged_model(config, tmp_path):
     for name, tensor in tensors.items():
         np.testing.assert_allclose(merged[name], tensor, rtol=1e-5, atol=1e-5)
 
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert said["target_modules"] == ["q_proj", "o_proj", "down_proj"]
-    assert (said["r"], said["lora_alpha"]) == (3, 6.0)
-    assert said["base_model_name_or_path"] == "somebody/model"
+    adapter_config = json.loads(
+        (tmp_path / "adapter" / "adapter_config.json").read_text()
+    )
+    assert adapter_config["target_modules"] == ["q_proj", "o_proj", "down_proj"]
+    assert (adapter_config["r"], adapter_config["lora_alpha"]) == (3, 6.0)
+    assert adapter_config["base_model_name_or_path"] == "somebody/model"
 
 
 @pytest.mark.slow

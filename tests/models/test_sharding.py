@@ -95,9 +95,8 @@ def test_sharded_step_equals_the_unsharded_one():
     program = jax.jit(_step(_CONFIG))
     placed = place(mesh, params, partition_specs(params))
     batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
-    shared, alone = (
-        program.lower(*given).compile() for given in ((placed, batch), (params, tokens))
-    )
+    shared = program.lower(placed, batch).compile()
+    alone = program.lower(params, tokens).compile()
 
     assert_close(shared(placed, batch), expected)
     # Four devices share the work: none does more than a third of it.

@@ -121,8 +121,17 @@ def replayed(local, staged, outer):
 
 
 def in_turn(delay, merge, *unequal, **options):
-    given = (4, delay, 0.4, 0.9, merge, *unequal)
-    return twin(ref.fragments_in_turn, [["a", "c"], ["b"]], *given, **options)
+    return twin(
+        ref.fragments_in_turn,
+        [["a", "c"], ["b"]],
+        4,
+        delay,
+        0.4,
+        0.9,
+        merge,
+        *unequal,
+        **options,
+    )
 
 
 def drawn_mask(tick, density=0.3, seed=5):

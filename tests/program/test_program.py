@@ -226,8 +226,8 @@ class TestCompilation:
 
         slow = make_slowly(batch, jnp.zeros((128, 128)))
         handed_out = []
-        for given in (slow, batch, batch, batch):
-            state, output = program.advance(state, given)
+        for next_batch in (slow, batch, batch, batch):
+            state, output = program.advance(state, next_batch)
             handed_out.append(output.losses)
             # The sync at step 5 started at 4, before what is slow; that at 7 after.
             handed_out += [s.norm for s in output.syncs if s.start_step > 4]
@@ -250,12 +250,12 @@ class TestBatches:
 
     def test_batches_may_be_on_the_mesh_already(self):
         program = tiny.shared_program("diloco")
-        batches = stacked(0, 2)
-        ends = (
-            program.advance(tiny.start(program), given)[0]
-            for given in (batches, jax.device_put(batches))
-        )
-        tiny.assert_same(*map(tiny.numbers, ends))
+        on_host = stacked(0, 2)
+        on_mesh = jax.device_put(on_host)
+
+        expected, _ = program.advance(tiny.start(program), on_host)
+        state, _ = program.advance(tiny.start(program), on_mesh)
+        tiny.assert_same(tiny.numbers(state), tiny.numbers(expected))
 
 
 def test_a_merge_has_a_key_that_no_inner_step_has():

@@ -115,7 +115,7 @@ def test_wrong_forms_are_named(monkeypatch, text, message):
         compression.parse(text)
 
 
-@pytest.mark.parametrize("given", [None, 4, compression.int8()])
-def test_values_other_than_text_are_refused(given):
+@pytest.mark.parametrize("value", [None, 4, compression.int8()])
+def test_values_other_than_text_are_refused(value):
     with pytest.raises(ValueError, match="^compress=.{1,30} must be text, such as 'ef"):
-        inspect.unwrap(compression.parse)(given)
+        inspect.unwrap(compression.parse)(value)

@@ -36,14 +36,14 @@ def at_once(act, things):
 
 def meet(place, num, make_link=None):
     """The links of all processes of a region."""
-    said = [None] * num
+    values = [None] * num
     barrier = threading.Barrier(num)
 
     def come(process):
         def gather(value):
-            said[process] = value
+            values[process] = value
             barrier.wait(30)
-            return list(said)
+            return list(values)
 
         make = make_link or functools.partial(Link, place, "run", 1000)
         return inside.of_process(place, process, num, make, gather)

@@ -308,8 +308,8 @@ def test_a_wait_for_a_mean_ends_when_the_region_is_asked_to_stop(places, capfd):
         # It said that it leaves.
         assert dict(second.send((0, 12), b"d").result(20).rows) == {1: b"d"}
 
-    said = "asked to stop: region 0 waits for no further messages"
-    assert capfd.readouterr().err.count(said) == 1
+    message = "asked to stop: region 0 waits for no further messages"
+    assert capfd.readouterr().err.count(message) == 1
 
 
 def test_regions_of_another_run_are_refused(places):

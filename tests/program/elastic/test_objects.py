@@ -128,15 +128,15 @@ def test_objects_without_a_valid_signature_are_ignored_and_reported_once(
         (tmp_path / "1-2-3-nothing of ours").mkdir()
 
         mean([one, two], 4)
-        said = "is not signed with the key of this run"
+        message = "is not signed with the key of this run"
         errors = []
 
-        def is_said():
+        def is_reported():
             errors.append(capfd.readouterr().err)
-            return said in "".join(errors)
+            return message in "".join(errors)
 
-        wait_until(is_said)
-        assert "".join(errors).count(said) == 1
+        wait_until(is_reported)
+        assert "".join(errors).count(message) == 1
         assert one.strangers == 0
 
 
@@ -215,9 +215,14 @@ def test_pipes_links_and_sockets_in_a_store_are_ignored(tmp_path, capfd):
         for step in range(4, 8):
             mean([one, two], step)
 
-        said = []
-        wait_until(lambda: said.append(capfd.readouterr().err) or "".join(said))
-        assert "is not a regular file" in "".join(said)
+        errors = []
+
+        def is_reported():
+            errors.append(capfd.readouterr().err)
+            return any(errors)
+
+        wait_until(is_reported)
+        assert "is not a regular file" in "".join(errors)
         assert one.strangers == 0
 
 

@@ -326,9 +326,13 @@ def test_fewer_syncs_behind_than_are_in_flight_are_refused(options, late_mean, l
     """By hand: a start every two steps of eight, each in flight for the delay."""
 
     def behind(most):
-        given = {"sync_interval": 8} | options
         timing = Timing(max_behind=most)
-        return own("streaming_diloco", given, late_mean=late_mean, timing=timing)
+        return own(
+            "streaming_diloco",
+            {"sync_interval": 8} | options,
+            late_mean=late_mean,
+            timing=timing,
+        )
 
     behind(least)
     if least > 1:

@@ -1,5 +1,7 @@
 """Which way messages take: what "auto" comes to, and what cannot be had."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -42,10 +44,12 @@ def test_parameters_of_two_dtypes_are_not_summed_as_bytes():
     method = methods.get("diloco", sync_interval=2)
     with jax.enable_x64(True):
         params = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float64)}
-        given = tiny.loss_fn, optax.sgd(0.1), method, params, 2
-        RegionProgram(*given, transport=Transport("program"))
+        make = functools.partial(
+            RegionProgram, tiny.loss_fn, optax.sgd(0.1), method, params, 2
+        )
+        make(transport=Transport("program"))
         with pytest.raises(ValueError, match="float32 and float64 cannot be averaged"):
-            RegionProgram(*given, transport=Transport("outer"))
+            make(transport=Transport("outer"))
 
 
 def test_automatic_is_outside_for_several_processes_only():

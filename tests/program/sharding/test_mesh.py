@@ -130,9 +130,10 @@ def test_by_default_processes_share_the_regions_evenly(
     monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
     mesh = make_mesh(regions, *axes)
     assert " ".join(map(str, mesh.flat)) == devices
-    # Given ones are taken in their order.
-    given = three_of_two_processes[: mesh.size]
-    assert list(make_mesh(regions, *axes, given).flat) == given
+
+    # Devices that the caller passes are taken in their order.
+    passed = three_of_two_processes[: mesh.size]
+    assert list(make_mesh(regions, *axes, devices=passed).flat) == passed
 
 
 @pytest.mark.parametrize(
@@ -242,14 +243,14 @@ def faults(size=100 << 20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(3):
         b"x" * size
-    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
-found = []
+counts = []
 print(keep_freed_memory())
 thread = threading.Thread(target=faults)
 thread.start()
 thread.join()
-print(*found)
+print(*counts)
 """
 
 

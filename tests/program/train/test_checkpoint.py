@@ -378,10 +378,10 @@ class TestFailure:
             assert (state.step, extra) == (2, {"at": 2})
             assert checkpoints.latest_step == 2
 
-            said = capsys.readouterr().err
+            warning = capsys.readouterr().err
             moved = "moved to damaged_4, and step 2 is restored"
-            assert re.search(rf"in {folder}: step 4: {why}.*; {moved}", said)
-            assert said.count("\n") == 1
+            assert re.search(rf"in {folder}: step 4: {why}.*; {moved}", warning)
+            assert warning.count("\n") == 1
 
             # And the run comes to its step again.
             state, _ = tiny.finish(program, state, 2)
@@ -416,9 +416,9 @@ class TestFailure:
         with Checkpoints(folder) as checkpoints:
             state, extra = checkpoints.restore(program)
             assert (state.step, extra) == (intact, {"at": intact})
-            said = capsys.readouterr().err
-            assert f"step {at}: {why}" in said
-            assert f"moved to damaged_{at}, and step {intact} is restored" in said
+            warning = capsys.readouterr().err
+            assert f"step {at}: {why}" in warning
+            assert f"moved to damaged_{at}, and step {intact} is restored" in warning
             with pytest.raises(ValueError, match=f"step={at} has no checkpoint"):
                 checkpoints.restore(program, at)
 
