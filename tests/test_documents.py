@@ -1,4 +1,4 @@
-"""The code in README, CONTRIBUTING and docs runs as it stands; what is short stays so.
+"""The code in README, CONTRIBUTING and docs runs unchanged, and first pages are short.
 
 Pages of docs that are notebooks (`{code-cell}`) are executed when the site is built.
 """
@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def tracked(*patterns):
-    """Without what a build writes."""
+    """Return tracked files, which are those that no build writes."""
     listed = ("git", "ls-files", *patterns)
     return subprocess.check_output(listed, cwd=ROOT, text=True).split()
 
@@ -34,11 +34,8 @@ def num_lines(block):
 
 PAGES = ["README.md", "CONTRIBUTING.md", *tracked("docs/*.md")]
 BLOCKS = {f"{page}:{i}": b for page in PAGES for i, b in enumerate(blocks_of(page))}
-PAST = (
-    "docs/changelog.md",
-    "docs/changelog_archive.md",
-    "docs/results/archive",
-)  # What was then.
+# Pages about earlier versions.
+PAST = ("docs/changelog.md", "docs/changelog_archive.md", "docs/results/archive")
 FILES = tracked("cocodc_jax/*.py", "experiments/*.py", "pyproject.toml")
 CODE = "\n".join((ROOT / file).read_text() for file in FILES)
 WORDS = re.sub(r'"\s*(?:\n\s*)?f?r?"', "", CODE)  # With long strings in one piece.
@@ -56,7 +53,7 @@ GUIDES = [name for name in BLOCKS if name.startswith("docs/") and name != PROCES
 
 
 def start_code(block, folder, **variables):
-    """Run a block as a script of its own, in a folder that is not the checkout."""
+    """Run a block as a script, in a folder outside of the checkout."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     # Other processes write to the cache of compiled programs meanwhile.
@@ -91,7 +88,7 @@ for block in json.load(sys.stdin):
 
 
 def outcomes_of(names, folder):
-    """Return what each block printed, and how it failed, if it did."""
+    """Return the output of each block, and its error."""
     process = start_code(IN_TURN, folder)
     blocks = json.dumps([BLOCKS[name] for name in names])
     out, error = process.communicate(blocks, timeout=300)
@@ -179,7 +176,7 @@ def test_block_of_a_guide_runs(name, of_guides):
 
 
 def assert_runs(name, printed, error):
-    """A block has not failed, and has printed what its page says."""
+    """Check that a block has not failed and has printed the output of its page."""
     assert error is None, error
     words = [line.split() for line in printed.splitlines()]
 
@@ -209,7 +206,7 @@ def assert_runs(name, printed, error):
 def test_the_script_with_checkpoints_goes_on(tmp_path):
     whole = output_of(start_code(BLOCKS[LINEN], tmp_path))
     shutil.rmtree(tmp_path / "checkpoints" / "60")  # The last two are kept.
-    # Its batches are drawn anew, so that the numbers may differ.
+    # Its batches are drawn again, so that the numbers may differ.
     again = output_of(start_code(BLOCKS[LINEN], tmp_path))
     steps = [[line.split()[0] for line in x.splitlines()] for x in (whole, again)]
     assert steps == [["20", "40", "60"], ["60"]]

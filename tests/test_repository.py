@@ -1,7 +1,7 @@
-"""What the repository says of its own files is true.
+"""Texts of the repository about its files are true.
 
 - A Markdown file that any text names is in the repository, or a program writes it.
-- So is every path that begins with one of the repository's own top-level folders.
+- So is every path that begins with one of the repository's top-level folders.
 - Nothing points out of the repository, to a folder beside it.
 - README has the command that CI takes from it.
 - The changelog stays short.
@@ -24,7 +24,7 @@ MARKDOWN = re.compile(r"(?<![\w./*{}$-])[\w-]+\.md\b")
 PATH = re.compile(rf"(?<![\w./{{}}$-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
 # Where a program makes or reads a file of that name, the name stands in quotes alone.
 WRITTEN = re.compile(r"""["']([\w-]+\.md)["']""")
-# Put together, so that this file does not say it.
+# In two parts, so that this file does not contain it.
 OUTSIDE = ".." + "/shared"
 
 
@@ -34,7 +34,7 @@ def tracked_files():
 
 
 def texts(files):
-    """Return the text of every tracked text file that is there, by name."""
+    """Return the text of every tracked text file that exists, by name."""
     is_text = lambda f: pathlib.Path(f).suffix in SUFFIXES or f.startswith(".ci/")  # noqa: E731
     return {
         name: (ROOT / name).read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def missing_markdown(text, files, written):
 
 
 def known_paths(files):
-    """Return files and the folders that they lie in."""
+    """Return files and the folders that they are in."""
     return {*files, *(str(p) for f in files for p in pathlib.PurePosixPath(f).parents)}
 
 
@@ -116,7 +116,7 @@ def test_missing_files_are_found_in_texts(text, missing):
 def test_ci_finds_the_test_command_in_the_readme():
     lines = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
     search = next(line for line in lines if line.startswith("command=$(grep"))
-    # As CI does it: the script ends where the search finds nothing.
+    # As in CI, whose script ends if the search finds nothing.
     script = search.removesuffix(" || {") + ' && echo "$command"'
     command = subprocess.check_output(["bash", "-c", script], cwd=ROOT, text=True)
     assert command.split("#")[0].strip() == "pip install -e '.[dev]' && pytest"

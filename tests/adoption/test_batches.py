@@ -1,4 +1,4 @@
-"""A loop of one's own: batches, keys and states as users hand them over."""
+"""A user's own loop: batches, keys and states as users pass them."""
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def test_init_takes_the_programs_parameters_alone(program, change, message):
 
 
 class Module:
-    """As Equinox's modules: parameters, and what is none, in one tree."""
+    """A tree of parameters and other leaves, as an Equinox module."""
 
     def __init__(self, weight, activation):
         self.weight = weight
@@ -208,7 +208,7 @@ def test_keys_are_of_jaxs_default_whatever_jax_comes_with(impl, name, options, d
         state, output = program.advance(state, np.ones((2, 4, 2, 4), np.float32))
         assert jax.random.key_data(state.region.key).shape == (4, 4)
 
-    # Regions and steps differ in what they draw.
+    # Regions and steps draw different numbers.
     assert len(np.unique(np.asarray(output.aux["kept"]))) > 2
     assert len(np.unique(np.asarray(state.region.params["out"]))) > 1
     assert len(output.syncs) == 1

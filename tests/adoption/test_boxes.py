@@ -142,7 +142,7 @@ def laid_out(axes, state):
 
 
 def train(trainer, mesh=None):
-    """Train by the boxes' own shardings, or on one device; return all that there is."""
+    """Train by the boxes' shardings, or on one device; return last state and loss."""
     state, step, specs = TRAINERS[trainer]()
     axes = cc.sync_axes(METHOD, state=state)
     state = laid_out(axes, state)
@@ -160,7 +160,7 @@ def train(trainer, mesh=None):
         )
 
         state = jax.device_put(state, shardings)
-        # As trainers compile theirs: what goes in and out has the metadata's shardings.
+        # As trainers compile: inputs and outputs have the metadata's shardings.
         step = mapped(step, axes, spmd_axis_name="diloco")
         step = jax.jit(step, out_shardings=(shardings, None))
 
@@ -191,7 +191,7 @@ def test_states_of_a_fragment_are_sharded_as_its_parameters(trainer):
 
         name = next((name for name in shared if f"/{name}/" in f"/{path}"), "regional")
         lead = [] if name in shared else ["diloco"]
-        # A row of the stack is a whole one of what is divided.
+        # Rows of a stack are sharded, not the axis of layers.
         spec = ["fsdp", None] if "head" in path else [None, None, "fsdp"]
 
         expected = NamedSharding(mesh, P(*lead, *spec))
@@ -235,7 +235,7 @@ def test_a_cut_of_boxes_or_arrays_fits_an_nnx_optimizer():
     ],
 )
 def test_a_tree_is_cut_the_same_with_and_without_boxes(boxed):
-    """A single array in a layer is a subtree only where it has a box."""
+    """A layer's only array is a subtree if it has a box, else a leaf."""
 
     def parts_of(tree):
         fragments = cut(tree, 2).slices

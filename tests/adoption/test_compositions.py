@@ -42,7 +42,7 @@ def test_an_outer_optimizer_that_is_none_is_refused_at_once():
 
 
 def test_a_merge_after_ranked_rounds_knows_how_long_its_round_was():
-    """Rounds get shorter with the rank; the merge is given the steps of its own."""
+    """Rounds get shorter with the rank; the merge gets the steps of its round."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         return outer, {"steps": jnp.asarray(delay_steps, jnp.float32)}
@@ -59,7 +59,7 @@ def test_a_merge_after_ranked_rounds_knows_how_long_its_round_was():
 
 @pytest.mark.parametrize("score", mostly_slow(["drift", "gain"], quick=["drift"]))
 def test_scores_of_regional_outer_models(score):
-    """Each region is compared with its own outer fragment, in both forms."""
+    """Each region is compared with its outer fragment, in both forms."""
     sync = Sync(
         schedule=schedules.adaptive(6, 3, 0, 6, score),
         outer=decoupled_momentum(0.7, 0.9),

@@ -28,7 +28,7 @@ def block(width=8):
 
 
 def linen(num_layers, name="TransformerBlock_{}"):
-    """NanoDO's and Gemma's shape: numbered subtrees in a dict of its own."""
+    """A tree like NanoDO's and Gemma's: a dict of numbered subtrees."""
     layers = {name.format(i): block() for i in range(num_layers)}
     return {
         "params": {

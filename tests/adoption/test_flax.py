@@ -1,4 +1,4 @@
-"""Flax models: kernels that say how they are divided, and running statistics."""
+"""Flax models: kernels with partitioning metadata, and running statistics."""
 
 import contextlib
 import itertools
@@ -82,7 +82,7 @@ def train(annotated, data, is_boxed=True):
         loss_fn, optimizer, "apart", params, 2, mesh=mesh, param_specs=specs
     )
 
-    # People keep a mesh set around a whole training loop.
+    # Users keep a mesh set around a training loop.
     with jax.set_mesh(mesh) if annotated else contextlib.nullcontext():
         state = program.init(params, jax.random.key(0))
         state, _ = program.advance(state, TOKENS)
@@ -112,7 +112,7 @@ NANODO = TransformerDo(DoConfig(D=WIDTH, H=HEADS, L=6, N=1, V=VOCABULARY, F=WIDT
 
 
 class Attention(nn.Module):
-    """Flax's own attention; axes that no mesh here has."""
+    """Flax's attention; its axes are in no mesh here."""
 
     @nn.compact
     def __call__(self, tokens):

@@ -28,7 +28,7 @@ LABELS = {"base": "frozen", "lora": "train"}
 PARTS = {"train": optax.adamw(1e-2), "frozen": optax.set_to_zero()}
 OPTIMIZER = optax.multi_transform(PARTS, LABELS)
 BATCHES = np.random.default_rng(2).normal(size=(12, 4, 8, 64)).astype(np.float32)
-# In turn: what is frozen has no part in how much of a fragment changes.
+# Fragments in turn: frozen entries have no part in the change of a fragment.
 SHORT = dict(
     sync_interval=4,
     num_fragments=2,
@@ -82,7 +82,7 @@ def run(program, state=None, num_steps=12):
 
 
 def cut_like(method, shapes, trainable):
-    """As many numbers that are trained in each fragment, whatever is frozen."""
+    """Cut so that fragments have equally many trained entries, whatever is frozen."""
     if method != "cocodc":
         return None
     if trainable:
@@ -192,7 +192,7 @@ def test_the_second_moment_is_that_of_trained_parameters():
 
 
 def stored_bytes(folder):
-    """What the store says it holds: the sizes of its files differ from save to save."""
+    """Return the bytes of arrays by metadata: sizes of files differ between saves."""
     stored = ocp.PyTreeCheckpointer().metadata(folder / "arrays").item_metadata.tree
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(stored))
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_has_frozen_parameters_once_and_a_run_resumes(tmp_path):
         sizes.append(sum(x.nbytes for x in jax.tree.leaves(state)))
         stored.append(stored_bytes(tmp_path / str(trainable) / "7"))
 
-    # Of four regions, the outer model and its momentum one copy is left.
+    # One copy is left of six: four regions, the outer model and its momentum.
     assert sizes[0] - sizes[1] == stored[0] - stored[1] == 5 * BASE_BYTES
 
     program = make(mesh="four devices")
@@ -245,7 +245,7 @@ def test_a_program_adopts_a_state_with_other_trained_parameters(trainables):
 
 
 def test_the_users_arrays_may_be_deleted_after_init():
-    """Given, then written to and donated; and integers may be frozen."""
+    """The arrays may be deleted after `init`; integers may be frozen."""
     params = {"base": {"w": W.astype(np.int8)}, "lora": PARAMS["lora"]}
     program = make(trainable={"base": False, "lora": True}, params=params)
 

@@ -33,7 +33,7 @@ def batches():
 
 
 def make_params(axis):
-    """A residual tower without names that say what its layers are."""
+    """A residual tower without names that mark its layers."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -161,7 +161,7 @@ def test_a_fragment_is_a_set_of_layers(layer_axis):
 
 @pytest.mark.parametrize(("layer_axis", "axis"), [(None, 0), (0, 0), (1, 1)])
 def test_the_first_axis_is_taken_unless_the_other_is_named(layer_axis, axis):
-    """Where both have one length in all leaves shapes do not say which it is."""
+    """If both axes have one length in all leaves, shapes do not show which it is."""
     params = {"layers": {"w": np.zeros((4, 4, 8)), "b": np.zeros((4, 4))}}
     fragments = cc.cut(params, 2, layer_axis=layer_axis)
 

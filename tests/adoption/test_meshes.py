@@ -109,7 +109,7 @@ def test_use_cpu_devices_after_jax_has_started_names_a_repair_that_works():
     assert in_a_process(**{name: value}).returncode == 0
 
 
-# --- A loss with a mesh of its own ---
+# --- A loss with another mesh ---
 
 
 def fsdp_mesh():

@@ -1,4 +1,4 @@
-"""Names that users may use: what is computed goes by marks, or is said."""
+"""Names of users' leaves: marks decide, and guesses by name are reported."""
 
 import jax
 import jax.numpy as jnp

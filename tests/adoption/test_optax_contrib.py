@@ -1,8 +1,8 @@
-"""Every optimizer of the installed Optax under a sync: right, or refused by name.
+"""Every optimizer of the installed Optax under a sync: correct, or refused by name.
 
-Right is what a plain loop makes of it: regions that train by themselves, and every
-INTERVAL steps a mean and an outer step, written here without this package. What a merge
-does to a state that holds a copy of the parameters is written here as well.
+Correct means equal to a plain loop, which is written here without this package:
+regions that train alone, and a mean and an outer step every INTERVAL steps. What a
+merge does to a state that holds a copy of the parameters is written here as well.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ PARAMS = {
     "w": RNG.normal(size=(4, 3)).astype(np.float32),
     "b": RNG.normal(size=3).astype(np.float32),
 }
-# Regions differ in what they should learn, so that copies run apart.
+# Regions have different targets, so that their copies differ.
 BATCHES = {
     "x": RNG.normal(size=(NUM_ROUNDS, INTERVAL, NUM_REGIONS, 5, 4)),
     "y": RNG.normal(size=(NUM_ROUNDS, INTERVAL, NUM_REGIONS, 5, 3))
@@ -44,12 +44,12 @@ BATCHES = {
 BATCHES = jax.tree.map(lambda x: x.astype(np.float32), BATCHES)
 RATE = 0.05
 EXTRAS = ("value", "value_fn", "grad", "obj_fn")
-OF_SEARCH = EXTRAS[:3]  # A line search passes what it does not know to `value_fn`.
+OF_SEARCH = EXTRAS[:3]  # A line search passes unknown arguments on to `value_fn`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An optimizer that is right.
+    """An optimizer that is correct under a sync.
 
     Attributes:
       optimizer: an instance.
@@ -370,7 +370,7 @@ def factories():
 
 
 def test_every_optimizer_of_optax_is_tested_or_refused():
-    """A new one is to be added to CASES, with what a merge does to it, or REFUSED."""
+    """A new one belongs into CASES, with what a merge does to its state, or REFUSED."""
     assert factories() == set(CASES) | set(REFUSED)
 
 
@@ -520,7 +520,7 @@ QUICK = (
     "optax.contrib.sophia",
     "optax.contrib.split_real_and_imaginary",
 )
-# Programs of several optimizers compile faster than as many programs.
+# One program of several optimizers compiles faster than several programs.
 BESIDE = sorted(CASES.keys() - set(QUICK))
 GROUPS = [QUICK[::2], QUICK[1::2], BESIDE[::3], BESIDE[1::3], BESIDE[2::3]]
 

@@ -36,7 +36,7 @@ def loss_fn(params, batch, key):
 
 
 def alone(optimizer, regions):
-    """What Optax makes of the mean over these regions."""
+    """Train by Optax alone on the mean loss over these regions."""
 
     @jax.jit
     def step(params, state, batch):
@@ -85,7 +85,7 @@ def test_each_region_trains_as_optax_alone(name, data, specs):
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("name", ["multi_steps", "reduce_on_plateau"])
 def test_regions_that_exchange_every_step_go_by_the_mean_loss(name, data):
-    """Each by its own would take them apart."""
+    """With the loss of each region the regions would differ."""
     weights, _ = run(OPTIMIZERS[name], "data_parallel", data=data)
     np.testing.assert_array_equal(weights[0], weights[1])
     wanted = alone(OPTIMIZERS[name], [0, 1])
@@ -214,7 +214,7 @@ def test_an_optimizer_that_skips_calls_warns_that_the_interval_counts_calls(form
 
 
 def with_value(name):
-    """A user's own optimizer, which names one extra argument and takes no other."""
+    """An optimizer of a user, which names one extra argument and takes no other."""
 
     def of_value(updates, state, params=None, *, value):
         return jax.tree.map(lambda g: -0.1 * value * g, updates), state
@@ -229,7 +229,7 @@ def with_value(name):
 @pytest.mark.parametrize("plain", [True, False])
 def test_an_optimizer_gets_the_extra_arguments_that_it_names(plain):
     optimizer = with_value("value")
-    if plain:  # Optax itself would pass nothing.
+    if plain:  # Optax would pass nothing.
         optimizer = optax.GradientTransformation(*optimizer)
     weights, _ = run(optimizer, "apart")
     wanted = [alone(with_value("value"), [i]) for i in range(2)]

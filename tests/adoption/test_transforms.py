@@ -18,7 +18,7 @@ def loss(params):
 
 
 def test_nnx_keeps_a_copy_of_where_the_gradient_was_taken():
-    """The docs' recipe: the state alone would follow the model, and correct nothing."""
+    """The docs' recipe copies parameters: the state alone would follow the model."""
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(
         model,
@@ -92,7 +92,7 @@ def test_extra_trees_of_another_shape_or_structure_are_refused(transform, name):
 
 
 def test_stale_parameters_that_a_wrapper_did_not_flatten_are_refused():
-    """As `optax.flatten` does, which leaves extra arguments as they are."""
+    """`optax.flatten` flattens parameters, but not extra arguments."""
     transform = optax.flatten(delay_compensation("outer_product"))
     params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
     with pytest.raises(ValueError, match="^stale_params has the structure .* the same"):

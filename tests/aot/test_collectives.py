@@ -1,4 +1,4 @@
-"""Collectives of small scheduled programs: axes, bytes, and what they span, exactly."""
+"""Collectives of small scheduled programs: their axes, bytes and spans, exactly."""
 
 import pytest
 
@@ -146,7 +146,7 @@ START = "%s = f32[8] all-reduce-start(%a), replica_groups={{0,4}}"
 DONE = "%d = f32[8] all-reduce-done(%s)"
 
 
-IDLE = LOOP.replace("dot(", "add(")  # Without a product it is no inner scan.
+IDLE = LOOP.replace("dot(", "add(")  # A loop without a product is no inner scan.
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_collective_spans_the_loop_between_its_start_and_its_end(order, loop, 
 
 @pytest.mark.parametrize("num_early", [0, 1, 2])
 def test_a_collective_of_the_hosts_spans_the_loop_before_its_arrival(num_early):
-    """The end of sending may come first: the host has taken what it sends."""
+    """The end of sending may come first, once the host has taken the message."""
     attributes = HOSTS % "ALL_GATHER"
     ends = [
         "%sd = token[] send-done(%s), channel_id=2",

@@ -71,7 +71,7 @@ def test_a_loop_of_a_scan_is_read():
 
 def test_bytes_are_of_slices_and_of_main_memory_only():
     # In each step the fusion reads a slice, 8 x 16, and the index, and writes the
-    # slice; the product reads it (its left side lies in VMEM) and writes 4 x 16, of
+    # slice; the product reads it (its left side is in VMEM) and writes 4 x 16, of
     # which the all-reduce reads and writes as much. The condition compares two numbers.
     step = 4 * (8 * 16 + 1 + 8 * 16) + 4 * (8 * 16 + 4 * 16) + 4 * 2 * 4 * 16
     assert costs.hbm_bytes(hlo.parse(LOOP)) == 3 * step + 9

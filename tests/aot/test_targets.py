@@ -1,4 +1,4 @@
-"""Machines are read, their chips divided, and what is missing is said in one line."""
+"""Machines are parsed, their chips divided, and missing compilers named."""
 
 import importlib.util
 
@@ -111,7 +111,7 @@ def test_the_compilers_refusals_are_read():
     ("hidden_s", "seconds", "limit"), [(2, 5, "links"), (8, 9, "network")]
 )
 def test_a_roofline_by_hand(hidden_s, seconds, limit):
-    """A message that spans the steps takes none of their time, but may take longer."""
+    """A message that spans the steps adds no time, unless it takes longer."""
     chip = CHIPS["v5e"]
 
     def moves(axes, num_bytes, spans):

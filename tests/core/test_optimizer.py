@@ -116,7 +116,7 @@ def train(tx, method, num_regions, num_steps=NUM_STEPS, params=None):
 
 
 def reference(optimizer, method, num_regions, num_steps=NUM_STEPS, params=None):
-    """What the region program comes to, one step after the other."""
+    """Return the state of the region program, trained step by step."""
     params = tiny.make_params() if params is None else params
     program = tiny.program_of(
         method, optimizer=optimizer, regions=num_regions, params=params
@@ -136,7 +136,7 @@ def test_every_method_trains_what_the_region_program_does(case):
 
 def check_case(case, params, dtype, atol):
     name, options, optimizer = CASES[case]
-    # Of two regions there is one matching, whoever draws it.
+    # Two regions have one matching, whichever side draws it.
     num_regions = 2 if name == "noloco" else num_regions_of(name)
     method = cc.methods.get(name, **options)
     tx = cc.synchronized(
@@ -166,7 +166,7 @@ def test_in_float64_the_transform_is_the_region_program_to_rounding(case):
 
 @pytest.mark.parametrize("compress", [None, "ef+topk:0.34"])
 def test_a_region_that_is_late_keeps_its_memory_and_spoils_no_mean(compress):
-    """The third, whose batches are NaN from the second step on."""
+    """The third region's batches are NaN from the second step on."""
     method = cc.methods.get(
         "decoupled_diloco",
         sync_interval=1,
@@ -203,7 +203,7 @@ SPECS = cc.sync_axes(COCODC, P("region"), P())
 
 @pytest.fixture(scope="module")
 def expected():
-    """Of messages as they are, and of such that are gathered and remembered."""
+    """The runs of uncompressed messages, and of gathered ones with error feedback."""
 
     @functools.cache
     def run(compress):
@@ -229,7 +229,7 @@ def scan_of(step):
 
 
 def in_vmap(step, carry, batches):
-    """Everything of a region's own, M outer models among it."""
+    """All state is regional, the M outer models too."""
     return jax.vmap(scan_of(step), axis_name="region")(for_all(carry, 4), batches)
 
 
@@ -275,7 +275,7 @@ def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
         (on_a_mesh, "ef+int8"),
         (in_shard_map, "ef+int8"),
         (functools.partial(in_shard_map, is_one=True), None),
-        # What is gathered is not seen to be the same everywhere.
+        # JAX cannot see that a gathered value is replicated.
         (functools.partial(in_shard_map, is_one=True, check_vma=False), "ef+int8"),
     ],
     ids=["vmap", "spmd_axis_name", "shard_map", "one outer model", "one, gathered"],
@@ -294,7 +294,7 @@ def test_every_placement_of_regions_gives_the_same_run(expected, how, compress):
 def test_a_state_restored_in_mid_flight_goes_on_without_recompilation(
     tx, expected, tmp_path
 ):
-    """One trace for all steps, and nothing of a state that a file cannot hold."""
+    """One trace serves all steps, and a file can hold every leaf of the state."""
     axes = (0, cc.sync_axes(COCODC))
     traces = []
     step = make_step(tiny.loss_fn, tx)
@@ -321,7 +321,7 @@ def test_a_state_restored_in_mid_flight_goes_on_without_recompilation(
 
 @pytest.mark.parametrize("is_one", [True, False])
 def test_mapped_regions_keep_scalar_predicates_of_loops(tx, is_one):
-    """A predicate with regions in front would go round for all, and select."""
+    """A predicate with an axis of regions would turn loops into selects."""
     params = tiny.make_params()
     axes = (0, cc.sync_axes(COCODC) if is_one else 0)
     carry = laid_out(axes, (params, tx.init(params)), 4)
@@ -349,7 +349,7 @@ def test_mapped_regions_keep_scalar_predicates_of_loops(tx, is_one):
     ],
 )
 def test_the_state_has_the_documented_size(name, options, regional, shared):
-    """In sets of parameters, as the documentation has it."""
+    """Sizes are in copies of the parameters, as in the documentation."""
     params = {"blocks": {str(i): jnp.zeros((64, 64)) for i in range(2)}}
     method = cc.methods.get(name, **options)
     tx = cc.synchronized(optax.adamw(0.1), method, axis_name="region")
@@ -373,7 +373,7 @@ def loops_around(module, opcode, computation=None, depth=0):
 
 
 def test_compiled_code_of_events_stays_inside_their_loops():
-    """Loop-invariant code that XLA hoists would run at every step, or every event."""
+    """XLA must not hoist code of an event, which would then run at every step."""
     options = SHORT | {"num_fragments": 1, "compress": "int8"}
     method = cc.methods.get("streaming_diloco", **options)
     tx = cc.synchronized(optax.sgd(0.1), method, axis_name="region")
@@ -399,7 +399,7 @@ def of_regions(fn):
 
 @pytest.fixture(scope="module")
 def two_trials(tx):
-    """Each with parameters of its own, trained alone."""
+    """Two trials of different parameters, each trained alone."""
     params = tiny.make_params()
     first = [params, params | {"head": 0 * params["head"]}]
     carries = [(params, tx.init(params)) for params in first]
@@ -409,7 +409,7 @@ def two_trials(tx):
 
 @pytest.mark.parametrize("is_around", [True, False])
 def test_vmapped_trials_choose_their_events_independently(tx, two_trials, is_around):
-    """Another axis around the regions', or inside of it, is another run."""
+    """An axis of trials may be outside or inside of the axis of regions."""
     scan = scan_of(make_step(tiny.loss_fn, tx))
     carries, alone = two_trials
     trials = jax.tree.map(lambda *x: jnp.stack(x), *carries)
@@ -563,7 +563,7 @@ def test_update_names_arguments_that_are_missing_or_wrong():
 
 
 def test_a_parameter_may_be_named_like_the_attribute_of_a_box():
-    """Flax NNX gives `init` variables, a level deeper than what `update` has."""
+    """Flax NNX passes variables to `init`, one level deeper than in `update`."""
     plain = {"attention": {"value": jnp.ones(2), "key": jnp.ones(2)}}
     boxed = jax.tree.map(nnx.Param, plain)
     fragments = [unboxed(cut(tree, 1), tree).slices[0] for tree in (plain, boxed)]

@@ -261,7 +261,7 @@ def test_an_update_without_parameters_is_refused():
 
 @jax.tree_util.register_pytree_node_class
 class Named:
-    """What Haliax's `NamedArray` is here: names of axes, and a key without a name."""
+    """A stand-in for Haliax's `NamedArray`: names of axes, and a key without a name."""
 
     def __init__(self, array, axis_names):
         self.array = array
@@ -285,7 +285,7 @@ def is_named(node):
 
 
 def test_an_optimizer_that_reads_the_names_of_axes_sees_one_region():
-    """As Levanter's do, whose masks look at the axes of Haliax's arrays."""
+    """Levanter's masks read the axes of Haliax's arrays."""
 
     def has_decay(params):
         return jax.tree.map(lambda x: "embed" in x.axes, params, is_leaf=is_named)
@@ -315,6 +315,6 @@ def test_an_optimizer_that_reads_the_names_of_axes_sees_one_region():
     boxes = [box for box in boxes if is_named(box)]
     assert all(box.axes for box in boxes)
 
-    # What is equal in all regions is shaped, and so divided, as one region's.
+    # Replicated state has the shape, and so the sharding, of one region's.
     outer = {path: x.axis_names for part in state.outer for path, x in part.items()}
     assert outer == {"a": ("embed", "mlp"), "b": ("mlp", "out")}

@@ -1,4 +1,4 @@
-"""What the builders store, that it is prepared once, and what they refuse."""
+"""Corpora: what the builders store, that they prepare it once, and what they refuse."""
 
 import dataclasses
 import errno
@@ -343,7 +343,7 @@ def _fail(*args, **kwargs):
 
 
 class _ToySet(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """A TFDS set as somebody else may have prepared it."""
+    """Prepare a TFDS set, as another program may have done."""
 
     VERSION = tfds.core.Version("1.2.0")
     code_path = pathlib.Path(__file__)

@@ -38,7 +38,7 @@ def json_lines(texts, field="text"):
 
 
 def write(path, texts, field="text", rows=50):
-    """Write a file of rows, of the kind that its name says."""
+    """Write a file of rows in the format of its suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table({"id": range(len(texts)), field: texts})
 

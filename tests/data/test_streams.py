@@ -54,7 +54,7 @@ def test_an_epoch_of_one_window_is_every_sequence_once(config):
     epochs = sequences[:num_sequences], sequences[num_sequences : 2 * num_sequences]
 
     for epoch in epochs:
-        # Every training document is there in full, up to what packing drops.
+        # Every training document is there in full, but for tokens that packing drops.
         _, counts = np.unique(epoch, return_counts=True)
         assert counts.sum() == num_sequences * (LENGTH + 1)
         ends = (epoch == 256).sum()
@@ -79,7 +79,7 @@ def test_regions_and_validation_are_disjoint(config, text_folder, partition):
         for sequence in sequences.reshape(-1, LENGTH + 1):
             owners = _owners(sequence, texts)
             assert owners
-            if len(owners) == 1:  # a short piece may lie in several documents
+            if len(owners) == 1:  # A short piece may be in several documents.
                 seen[group].add(owners[0])
 
     for one, other in itertools.combinations(seen, 2):
@@ -185,7 +185,7 @@ def test_closed_stream_yields_no_more(config):
     stream = load(config, 1).train_stream()
     next(stream)
     stream.close()
-    # What is left of the window in hand may still come, but no other window.
+    # The rest of the present window may still come, but no other window.
     with pytest.raises(ValueError, match="closed"):
         _take(stream, 100)
 

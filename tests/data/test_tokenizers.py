@@ -94,7 +94,7 @@ def test_settings_of_earlier_calls_in_a_file_are_ignored(tmp_path, bpe):
 
 @pytest.fixture
 def folder(tmp_path, bpe):
-    """A tokenizer as Hugging Face keeps it, whose text ends in an unusual token."""
+    """A tokenizer in Hugging Face's format, with an unusual end-of-text token."""
     tokenizer = hf.Tokenizer.from_str(bpe._tokenizer.to_str())
     tokenizer.add_special_tokens(["<|fin|>"])
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())

@@ -1,4 +1,4 @@
-"""What a sweep's frontier recommends on a network, by hand."""
+"""Recommendations of a sweep's frontier for a network, by hand."""
 
 import dataclasses
 import json

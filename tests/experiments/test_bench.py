@@ -1,4 +1,4 @@
-"""The benchmark's contenders train the same, and its figures are what they say."""
+"""The benchmark's contenders train the same, and its figures are correct."""
 
 import dataclasses
 import functools

@@ -56,7 +56,7 @@ def losses(workdir):
 def test_a_run_resumes_with_other_devices_and_data_folders_and_notes_it(
     killed, finished, call, corpus, tmp_path
 ):
-    """On one device, with the corpus in another place; and is asked for once more."""
+    """On one device, with the corpus in another folder; the finished run is noted."""
     data = tmp_path / "data"
     shutil.copytree(corpus[0].partition(":")[2], data)
     moved = [f"--dataset=text:{data}", f"--data_dir={tmp_path / 'prepared'}"]
@@ -173,7 +173,7 @@ def test_elastic_regions_do_not_go_on_with_a_run_of_one_job(tmp_path):
         check_exchange(elastic, is_elastic=False)
 
 
-# What was left of a run of version 0.24.0.
+# Files of a stopped run of version 0.24.0.
 ARCHIVE = pathlib.Path(__file__).with_name("workdir_0_24_0.tar.xz")
 OLD_FLAGS = [
     "--preset=smoke",
@@ -195,7 +195,7 @@ OLD_FLAGS = [
     "--delay_steps=3",
     "--compress=ef+int8",
 ]
-# What 0.24.0 itself gave after step 12.
+# Losses of 0.24.0 after step 12.
 LOSS = 5.821626663208008
 OUTER_LOSS = 5.859086036682129
 BYTES = 4284
@@ -214,7 +214,7 @@ def test_a_run_of_an_earlier_version_ends_as_it_would_have(call, tmp_path):
 
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(workdir, filter="data")
-    config = workdir / "config.json"  # The changelog names what to change in it.
+    config = workdir / "config.json"  # The changelog names the change.
     config.write_text(config.read_text().replace('"fuse_syncs"', '"overlap"'))
     where = [f"--dataset=text:{text}", f"--data_dir={tmp_path / 'data'}"]
     _, err = call(train, *OLD_FLAGS, *where, f"--workdir={workdir}")

@@ -1,4 +1,4 @@
-"""Regions that are killed: what the records must say, and a run that is really hit."""
+"""Regions that are killed: verdicts on made-up records, and on a real run."""
 
 import json
 import signal
@@ -58,7 +58,7 @@ def test_a_run_that_keeps_the_promises_is_good(tmp_path):
 def test_simulated_goodput_leaves_out_steps_while_all_regions_wait(tmp_path):
     """For 6 of the outage's 8 s the other region waits: 2 of 40 - 2 * 6 + 6 s are lost.
 
-    Seen with the formula that had others go on at once: 0.84 where 0.96 was measured.
+    A formula in which the others go on at once gave 0.84 where 0.96 was measured.
     """
     result = made_up(tmp_path, dead_after_s=6)
     assert result["goodput_simulated"] == pytest.approx(32 / 34)

@@ -18,7 +18,7 @@ from experiments.faults.plans import Fault, Plan
 
 MINE = {"kill": 3, "freeze": 3, "clock": 2, "folder": 3, "second_life": 2}
 
-# A region that merges with all others, again and again, until it is asked to stop.
+# A region that merges with the others until it is asked to stop.
 REGION = """
 import json, pathlib, signal, sys, time
 folder, others = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -210,7 +210,7 @@ def test_a_region_that_ends_is_restarted_and_one_that_hangs_is_reported(
     (outcome,) = tells.tell([Fault(0, "freeze", 0.1, 0.1, (1,))] * 3)
     assert outcome["merged_after_s"] is None
     assert [end["region"] for end in tells.ends] == [0]
-    # It is killed, as it does not answer.
+    # It is killed, as it did not stop in time.
     assert None in [stop["code"] for stop in tells.stops]
 
 

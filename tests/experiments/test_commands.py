@@ -43,7 +43,7 @@ def test_every_program_is_listed_by_its_first_line(monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_command_line_that_is_shown_is_one_that_can_be_pasted(path):
-    """Lines that go on end in a backslash, which a string that is not raw swallows."""
+    """Continued lines end in a backslash, which only a raw string keeps."""
     text = ast.get_docstring(ast.parse(path.read_text()))
     assert text is not None
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -109,7 +109,7 @@ def test_openblas_uses_one_thread_by_default(chosen, holds):
     environment = {k: v for k, v in os.environ.items() if k != name}
     environment |= {name: chosen} if chosen else {}
 
-    # What is set after SciPy is loaded comes too late.
+    # A value that is set after SciPy is loaded has no effect.
     shown = f"os.environ[{name!r}], 'scipy' in sys.modules"
     code = f"import os, sys, experiments; print({shown})"
     out = subprocess.check_output(

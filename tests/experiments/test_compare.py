@@ -42,7 +42,7 @@ def test_methods_are_compared_on_the_same_footing(compared):
     one, other = (
         read_records(workdir / f"{name}_seed0" / "metrics.jsonl") for name in methods
     )
-    # Alike until the first merge: the same start, the same data.
+    # Equal until the first merge: the same start and data.
     losses = [
         next(r["loss_regions"] for r in records if r["kind"] == "train")
         for records in (one, other)
@@ -75,7 +75,7 @@ def test_report_is_written_and_shown(compared):
 
 
 def test_a_method_that_diverges_has_a_row_of_its_own(compared, call):
-    """The others are reported, and the exit code tells."""
+    """The others are reported, and the exit code is 1."""
     workdir, flags, _ = compared
     target = "--target_method=diloco"
     others = [flag for flag in flags if not flag.startswith("--num_fragments")]
@@ -93,7 +93,7 @@ def test_a_method_that_diverges_has_a_row_of_its_own(compared, call):
         assert " at step " in comparison["diverged"]["diloco"]
         assert "diverged: seed 0: " in (workdir / "report.html").read_text()
     finally:
-        call(compare, *flags)  # What the other tests read.
+        call(compare, *flags)  # The other tests read its files.
 
 
 def test_a_repeated_command_trains_nothing(compared, call):
@@ -147,7 +147,7 @@ def test_a_method_with_another_inner_optimizer_has_a_row_of_its_own(refused, tmp
 
     methods = "diloco,diloco+muon,muloco"
     error = refused(compare, f"--methods={methods}", *flags)
-    assert error.startswith("--seeds=0")  # And nothing else.
+    assert error.startswith("--seeds=0")  # No other difference.
 
     assert compare._methods(PRESETS["smoke"]) == {
         "diloco": {"method": "diloco"},
@@ -163,7 +163,7 @@ def test_the_recipe_is_trained_with_a_fragment_at_every_step(refused, tmp_path):
     base = PRESETS["smoke"].where(num_fragments=2)
     (leaves,) = compare._methods(base).values()
 
-    # What a flag sets is left alone, and holds for all runs.
+    # A value that a flag sets holds for all runs.
     assert "num_fragments" not in leaves
     method = base.replace(**leaves).method.build()
     assert (method.schedule.sync_interval, method.num_fragments) == (2, 2)

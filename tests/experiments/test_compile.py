@@ -1,4 +1,4 @@
-"""`experiments.compile`: what it writes, prints and refuses; a run for a small TPU."""
+"""`experiments.compile`: files, output and refused flags; a run for a small TPU."""
 
 import importlib.util
 import io
@@ -129,7 +129,7 @@ def test_offloaded_activations_take_no_memory_of_a_tpu():
         config = place(PRESETS["smoke"].replace(**small), target, False)
         about, (by_region[remat],) = Job(config, target, "^inner steps$").run()
 
-    # What enters each block, of half of the sequences.
+    # The input of each block, for half of the sequences.
     kept_bytes = 4 * 32 * 256 * 128 * 4
     near = by_region["attention"]
     far = by_region["offload"]
@@ -199,7 +199,7 @@ def test_fsdp_inside_a_region_gathers_weights_and_no_activations(run, tmp_path):
         dims = row["largest"].split("[")[1].rstrip("]").split(",")
         assert str(batch) not in dims, row
 
-    # A fragment crosses divided: each device has its own part of the embedding too.
+    # A fragment crosses in shards: each device sends its part of the embedding too.
     sent = programs["send fragment 0"]
     moved = sum(row["num_bytes"] for row in sent["collectives"])
     assert moved <= 1.01 * sent["sent_bytes"] / 4
@@ -274,7 +274,7 @@ def test_a_compiler_that_dies_is_reported(monkeypatch):
     target = Target.parse("v5e:1x2", 2)
     config = place(PRESETS["smoke"].replace(regions=2, eval_batches=2), target, False)
 
-    # No compiler is found where Python sees nothing but itself.
+    # Without packages Python finds no compiler.
     monkeypatch.setenv("PYTHONPATH", "/no/such")
     monkeypatch.setattr(
         Target, "environment", lambda self: {"JAX_PLATFORMS": "no_such_platform"}

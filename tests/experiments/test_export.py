@@ -1,4 +1,4 @@
-"""`experiments.export`, and runs that begin with what it wrote."""
+"""`experiments.export`, and runs that start from its files."""
 
 import dataclasses
 import json
@@ -189,7 +189,7 @@ def test_a_folder_and_a_tokenizer_that_disagree_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_adapters_are_trained_sent_and_written_alone(trained, tmp_path, call):
-    """A run of adapters on what another one has learnt; merged, and by themselves."""
+    """A run trains adapters of an exported model, written merged and alone."""
     workdir, (dataset, data_dir) = trained
     base = tmp_path / "base"
     run = tmp_path / "run"

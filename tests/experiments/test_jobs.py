@@ -89,9 +89,9 @@ def three(tmp_path, corpus):
 
 
 def test_a_stopped_and_a_frozen_region_come_back(three):
-    """SIGTERM leaves with a checkpoint; who was only silent comes back by itself."""
+    """SIGTERM leaves with a checkpoint; a frozen region comes back by itself."""
     three.until(lambda: min(map(three.step, range(3))) > 20)
-    three.regions[0].send(signal.SIGTERM)  # Whichever coordinates.
+    three.regions[0].send(signal.SIGTERM)  # Perhaps the coordinator.
     three.until(lambda: three.regions[0].code is not None)
     assert three.regions[0].code == STOPPED
 

@@ -1,4 +1,4 @@
-"""The lab beside the simulator: what is run, what files come to, what is written."""
+"""`experiments.compare_networks`: its commands, figures from files, and results."""
 
 import dataclasses
 import functools
@@ -163,7 +163,7 @@ FOUR = lab_run.network("100", 4)
 
 
 def of_four(method, stretch, fragment_bytes, collective="direct"):
-    """Return what is predicted of four regions of 0.25 s a step, and the bytes sent."""
+    """Return the prediction for four regions of 0.25 s a step, and the bytes sent."""
     run = dataclasses.replace(ALONE, fragment_bytes=fragment_bytes)
     return lab_run.predict(FOUR, method, stretch, run, (0.25,) * 4, collective)
 
@@ -173,7 +173,7 @@ def exchange_s(num_bytes, collective="direct"):
 
 
 def test_simulated_blocking_sync_by_hand():
-    """The exchange's own time, ten times in 100 steps."""
+    """The exchange takes its own time ten times in 100 steps."""
     method = methods.get("diloco", sync_interval=10)
     stretch = Stretch(10, 50)
     pace, sent = of_four(method, stretch, (10e6,))
@@ -316,7 +316,7 @@ marks = [[2, 1.0], [4, 3.0]]
     measured = lab_run.measured(good, folder, stretch, 60)
     assert measured.pace.step_s == 1.0
 
-    (tmp_path / "made_up.py").unlink()  # From here on, only its result is there.
+    (tmp_path / "made_up.py").unlink()  # From here on only its result exists.
     assert lab_run.measured(good, folder, stretch, 60) == measured
 
     with pytest.raises(ValueError, match="result of another command"):
@@ -353,7 +353,7 @@ def test_bad_flags_are_refused_before_anything_runs(tmp_path, refused, words, me
 
 
 def test_the_run_without_a_network_is_not_compressed(monkeypatch, tmp_path):
-    """Regions left alone send nothing, and hosts are timed by what they send whole."""
+    """Without a network nothing is sent; hosts are timed by uncompressed messages."""
     monkeypatch.setattr(compare_networks.flags, "FLAGS", FlagValues())
     asked = []
 
@@ -455,4 +455,4 @@ def test_two_methods_are_measured_over_one_network(command, corpus, tmp_path):
     beside, alone = timeline.step_s_in_flight(measured)
     assert 0.199 < beside < 1.1 * alone
     assert (tmp_path / "networks.png").read_bytes().startswith(b"\x89PNG")
-    assert finish()[1] == table  # Nothing is left to run.
+    assert finish()[1] == table  # Every result exists.

@@ -1,4 +1,4 @@
-"""`train --plan=auto`: what the plan chooses is what is trained."""
+"""`train --plan=auto` trains the plan's choice."""
 
 import json
 import re
@@ -97,7 +97,7 @@ def test_a_run_longer_than_the_measured_ones_gets_a_warning(read, plan, capsys):
 
 
 def test_every_setting_of_a_chosen_cell_is_taken(read, tmp_path):
-    """Also what is seldom tuned: the run is the cell's, but for its links."""
+    """Also settings that are seldom tuned: only the links are not the cell's."""
     table = tomllib.loads(UNUSUAL)
     (setting,) = grid.from_table(table).settings
     path = tmp_path / "cells.json"

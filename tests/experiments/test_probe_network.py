@@ -1,4 +1,4 @@
-"""The probe as a user runs it, in two processes, and what it refuses."""
+"""The probe as a user runs it, in two processes, and refused flags."""
 
 import functools
 import json
@@ -64,7 +64,7 @@ def test_two_processes_measure_what_the_simulator_predicts(command, tmp_path):
         # In packets of 65000 bytes.
         bytes_s = row["num_bytes"] / 125e6 / payload_share(65000)
         delays_s, predicted, at_once = times[row["collective"]]
-        # What words take is not known to a tenth of a percent.
+        # The time of words is not known to a tenth of a percent.
         exact = not row["collective"].startswith("direct")
         near = functools.partial(pytest.approx, abs=2e-8 if exact else 0.002)
         assert row["predicted_s"] == near(delays_s + predicted * bytes_s)

@@ -1,4 +1,4 @@
-"""Several real processes: the run of one, a killed one, damage, what is refused."""
+"""Several real processes: equal to one, killed, damaged, and refused."""
 
 import itertools
 import json
@@ -30,12 +30,12 @@ SMOKE = [
     "--sync_interval=8",
     "--delay_steps=2",
     "--num_layers=2",
-    "--log_every=3",  # Every checkpoint is within what a record averages over.
+    "--log_every=3",  # Every checkpoint is inside of a record's window.
     "--keep_checkpoints=3",
 ]
 # Scans of two and of four steps.
 STREAMING = [*SMOKE, "--method=streaming_diloco", "--steps=16", "--log_every=6"]
-# Two regions of two devices, each of which may be a process of its own.
+# Two regions of two devices, each device perhaps in another process.
 PAIRS = ["--regions=2", "--data_axis=2"]
 # The devices of a region share its experts.
 EXPERTS = [
@@ -57,7 +57,7 @@ def summary(workdir: pathlib.Path) -> dict:
 
 
 def assert_same_run(many: pathlib.Path, one: pathlib.Path) -> None:
-    """Sums are made in another order, and steps of training enlarge what differs."""
+    """Sums have another order, and steps of training amplify the difference."""
     mine = summary(many)
     theirs = summary(one)
     for name in ("eval_loss", "eval_loss_outer", "region_drift"):
@@ -75,7 +75,7 @@ def assert_equal_run(one: pathlib.Path, other: pathlib.Path) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """In the order in which they were started."""
+    """Return ids of processes in the order in which they were started."""
     path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
     return sorted(map(int, path.read_text().split()))
 
@@ -92,7 +92,7 @@ def wait_for(path: pathlib.Path, process) -> None:
 
 @pytest.fixture
 def port():
-    """Free, until somebody takes it."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -134,7 +134,7 @@ def test_two_processes_of_which_one_is_killed_and_resumed_train_as_one(
     workdir, out = killed
     assert_same_run(workdir, streaming_in_one)
     assert f"loss: {summary(workdir)['eval_loss']:.4f} on validation text" in out
-    # Process 0 reports; process 1 has its own records and says nothing.
+    # Process 0 reports; process 1 has records of its own and prints nothing.
     log = (workdir / "process_1" / "output.log").read_text()
     assert "step" not in log
     records = (workdir / "process_1" / "metrics.jsonl").read_text().splitlines()
@@ -163,7 +163,7 @@ def halve(path):
 def test_a_run_with_damaged_shards_resumes_from_an_earlier_checkpoint(
     run, corpus, killed, tmp_path, damage
 ):
-    """The last good checkpoint is gone on from, with the same numbers."""
+    """The numbers are the same."""
     workdir = pathlib.Path(shutil.copytree(killed[0], tmp_path / "run"))
     # The second process's shards of the arrays.
     written = (workdir / "checkpoints" / "16").rglob("*process_1/**/*")
@@ -253,7 +253,7 @@ def test_two_regions_of_two_processes_train_as_two_of_one_process(
     run(LAUNCH, "--processes=4", "--", *flags, f"--workdir={many}")
 
     assert_same_run(many, one)
-    # The processes of a region tell the same of it; another region is another.
+    # Processes of a region write the same records, those of another region do not.
     names = ("", "process_1", "process_2", "process_3")
     files = [(many / name / "metrics.jsonl").read_bytes() for name in names]
     assert files[0] == files[1] != files[2] == files[3]
@@ -335,7 +335,7 @@ def test_each_difference_between_two_processes_is_named(
     assert not list(tmp_path.iterdir())
 
 
-# Who is not process 0 meets the others where that one is.
+# Processes other than 0 connect to the address of process 0.
 @pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_gives_up_if_the_others_do_not_connect(run, port, process):
     begin_s = time.monotonic()
@@ -437,7 +437,7 @@ def test_a_job_that_starts_during_a_stop_is_stopped_too(elastic, tmp_path, monke
     def started(region):
         if not (tmp_path / "told").exists():
             (tmp_path / "told").touch()
-            os.kill(os.getpid(), signal.SIGTERM)  # Nobody has begun to hear it.
+            os.kill(os.getpid(), signal.SIGTERM)  # Before the job handles signals.
         start(region)
 
     monkeypatch.setattr(children.Region, "start", started)

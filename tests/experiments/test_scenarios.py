@@ -1,4 +1,4 @@
-"""Faults of the network: what the lab makes of them, and what the records say."""
+"""Faults of the network: the lab's links, and verdicts on the records."""
 
 import json
 import signal
@@ -53,7 +53,7 @@ def write(tmp_path, region, *findings):
 
 @pytest.fixture
 def cut_off(tmp_path):
-    """The folder of four regions whose last one was cut off, as all have named."""
+    """A folder of four regions, of which the others named the last as cut off."""
     for region in range(3):
         write(tmp_path, region, ("gone", [3], 110.0 + region))
     write(tmp_path, 3, ("gone", [0], 111.0))
@@ -118,7 +118,7 @@ def test_signals_go_to_a_regions_process(tmp_path):
     scenarios._send_all({*arguments, "--region_id=2"}, signal.SIGKILL)
     assert process.poll() is None
 
-    end = time.monotonic() + 20  # Until it is another program than this one.
+    end = time.monotonic() + 20  # Until it runs another program than this one.
     while process.poll() is None and time.monotonic() < end:
         scenarios._send_all(set(arguments), signal.SIGKILL)
         time.sleep(0.05)
@@ -138,7 +138,7 @@ def test_a_fault_counts_from_the_first_merge_that_all_regions_have(tmp_path):
     waiting = threading.Thread(target=begun.wait)
     waiting.start()
     time.sleep(0.3)
-    assert not begun.path.exists()  # An earlier run had one, this one has none.
+    assert not begun.path.exists()  # Only an earlier run had one.
 
     with (tmp_path / "region_1" / "syncs.jsonl").open("a") as file:
         file.write(json.dumps({**old, "start_step": 4, "time": time.time()}) + "\n")

@@ -19,7 +19,7 @@ SLOW = "--bandwidth_gbps=0.1"
 
 @pytest.fixture
 def simulated(tmp_path):
-    """Simulates on the links of `BASE` or on others; returns what it wrote."""
+    """Simulates on the links of `BASE` or on others; returns the written table."""
 
     def found(*arguments, base=BASE):
         words = ["simulate", *base, f"--workdir={tmp_path}", *arguments]
@@ -31,7 +31,7 @@ def simulated(tmp_path):
 
 @pytest.fixture
 def planned(tmp_path, capsys):
-    """Makes a plan; returns what is said."""
+    """Makes a plan; returns its explanation."""
 
     def said(*arguments, base=BASE):
         words = ["simulate", "--plan", *base, f"--workdir={tmp_path}", *arguments]

@@ -61,7 +61,7 @@ def wide(monkeypatch):
 
 
 def make_run(folder, records=(), steps=20, regions=2, saved=None):
-    """Write as much of a run as it is read from, all of it a minute old."""
+    """Write the files of a run that `status` reads, all of them a minute old."""
     with MetricsWriter(folder, mirrors=()) as writer:
         for record in records:
             writer.write(record)
@@ -174,7 +174,7 @@ def test_elastic_regions_have_a_row_each(tmp_path, capsys):
 
 
 def test_a_region_that_restarts_is_shown_as_restarting(tmp_path, capsys):
-    """Its own records are those of its life before; the others know who takes part."""
+    """Its own records are of its former life; the others know the members."""
     runs = []
     for region, regions in ((0, [0]), (1, [0, 1])):
         run = make_run(tmp_path / f"region_{region}", [train(5), train(10)], regions=2)

@@ -56,12 +56,12 @@ def test_a_grid_is_the_product_of_its_axes_and_the_published_settings():
     published = [True, False, False] * 2 + [True] * 2
     assert [s.published for s in parsed.settings] == published
     arguments = [s.config.method.given for s in parsed.settings]
-    # The default of the third is its own.
+    # 0.7 is the default of DiLoCo.
     assert [values.get("outer_lr") for values in arguments[:3]] == [0.4, 1.0, 0.7]
     compressors = [values.get("compress") for values in arguments[:6]]
     assert compressors == ["none"] * 3 + ["ef+int4"] * 3
 
-    # A base flag is for whichever method takes it.
+    # A base flag applies to the methods that take it.
     assert arguments[0]["delay_steps"] == 3
     assert "delay_steps" not in arguments[6]
     assert {s.config.data.batch_per_region for s in parsed.settings} == {2}
@@ -75,7 +75,7 @@ def test_a_grid_may_leave_out_the_published_settings():
 
 
 def test_equal_settings_of_two_groups_are_one():
-    """0.7 is DiLoCo's own."""
+    """0.7 is the default of DiLoCo."""
     again = GRID + '[groups.again]\nmethod = "diloco"\nouter_lr = 0.7\n'
     assert len(table(again).settings) == 8
 
@@ -158,7 +158,7 @@ def test_the_best_of_each_key_go_on():
 
 
 def written(row, loss):
-    """Return a row as it is written, as if it had been trained."""
+    """Return a row as it is written after training."""
     steps = row.config.run.steps
     config = row.config
     method = config.method.method
@@ -212,7 +212,7 @@ def cells_of(folder, text=GRID):
 
 
 def seeded(seeds):
-    """Return the grid with some seeds, of which nothing is tuned."""
+    """Return the grid with these seeds and without tuning."""
     return GRID.replace("tuned =", f"seeds = {seeds} #")
 
 
@@ -240,7 +240,7 @@ def test_stages_of_a_halving(halved):
     assert {row.seed for stage in stages[:2] for row in stage} == {7, 8}
     assert {row.seed for row in stages[2]} == {0, 1}
 
-    # What is published is trained with the final seeds, whether it won or not.
+    # Published settings are trained with the final seeds even if they lose.
     momenta = [row.config.method.given.get("outer_momentum") for row in stages[2]]
     assert momenta == [0.9, 0.9, 0.5, 0.5] * 2 + [0.9, 0.9, None, None]
 
@@ -341,7 +341,7 @@ def test_the_report_names_the_frontier(halved, call, refused, monkeypatch):
     assert set(re.findall(r"\d\.\d{3}", out)) <= set(narrow)
 
     text = (folder / "report.md").read_text()
-    # Streaming in int4 sends least and is best: nothing else is on the frontier.
+    # Streaming in int4 sends least and is best, so it alone is on the frontier.
     assert text.count("| **") == 1
     assert "| **streaming_diloco** | ef+int4 | 16 | 3 |" in text
     assert "reference" in text
@@ -376,7 +376,7 @@ def test_the_report_names_the_frontier(halved, call, refused, monkeypatch):
 def test_the_report_ranks_methods_by_time_to_the_reference_loss_on_each_network(
     halved, call, refused
 ):
-    """By hand: directly 2 (M - 1) b / M / rate and four times the latency."""
+    """By hand: a direct exchange takes 2 (M - 1) b / M / rate and four latencies."""
     _, _, folder = halved
     words = ["--report", f"--workdir={folder}", "--reference=method=data_parallel"]
     _, err = call(sweep, *words, "--networks=10x50,10000x10", "--step_seconds=0.5")
@@ -389,7 +389,7 @@ def test_the_report_ranks_methods_by_time_to_the_reference_loss_on_each_network(
         sync_s = 6 * 9000 / 4 / (mbit * 1e6 / 8) + 4 * latency_s
         assert at[*parallel, mbit] == pytest.approx(32 * (0.5 + sync_s), rel=1e-2)
 
-    # A quarter earlier, for its lower loss; hardly a byte and no wait.
+    # A quarter fewer steps, for its lower loss; few bytes and no stall.
     streaming = ("streaming_diloco H 16 tau 3 ef+int4", "published", 10_000)
     assert at[streaming] == pytest.approx(32 * 0.75 * 0.5, rel=0.01)
     text = (folder / "report.md").read_text()
@@ -512,7 +512,7 @@ def report_of(folder, text):
 
 
 def test_rows_of_a_smaller_grid_have_their_role_in_the_grown_one(tmp_path):
-    """One seed and nothing tuned, then more of both, is the same as all at once."""
+    """A run with one seed that is then extended gives what one run of all gives."""
     grown = GRID + "[halving]\nrungs = [8]\ntuning_seeds = [7]\nfinal_seeds = [0, 1]"
     first = seeded([0])
     (tmp_path / "fresh").mkdir()
@@ -661,7 +661,7 @@ def test_a_reference_must_be_one_cell_of_the_grid_or_of_its_rows():
     with pytest.raises(ValueError, match="reference='method=data_parallel,seed=0' is"):
         reference.check("method=data_parallel,seed=0", "published", plain, [])
     reference.check("method=data_parallel,seed=0", "tuned", plain, [row])
-    # A setting whose rows are there in part is one cell.
+    # A setting with some of its rows is one cell.
     row = written(Row(plain.grid.settings[-1], 3, "final", ()), 1.0)
     reference.check("method=data_parallel", "published", plain, [row])
 
@@ -671,7 +671,7 @@ def test_a_reference_must_be_one_cell_of_the_grid_or_of_its_rows():
 
 
 def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
-    """Rows that were finished are not run again; one that was not goes on."""
+    """Finished rows are not run again; an unfinished one resumes."""
     (dataset, data_dir) = (flag.partition("=")[2] for flag in corpus)
     path = tmp_path / "grid.toml"
     folder = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""What cells.json keeps of a sweep, and rows that are held against another sweep's."""
+"""cells.json of a sweep, and rows that are compared with another sweep's."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ LOSSES = {
 
 
 def train(folder, text=GRID, add=0.0):
-    """Write the rows of a grid as if they had been trained: losses on a line."""
+    """Write the rows of a grid as after training, with losses on a line."""
     for stage in Plan(table(text)).stages(dict):
         for row in stage:
             rows.append(folder, _row(row, add))
@@ -107,7 +107,7 @@ def test_rows_of_earlier_versions_have_no_curves_of_the_outer_parameters(tmp_pat
 
 
 def test_rows_are_held_against_another_sweep_seed_by_seed(kept, call, tmp_path):
-    """By hand: lines from 4 at 0 cross the other's last losses where they should."""
+    """By hand: steps at which lines from 4 at step 0 reach the other's last losses."""
     (tmp_path / "next").mkdir()
     train(tmp_path / "next", GRID.replace("delay_steps = 3", "delay_steps = 4"), -0.25)
     words = [f"--workdir={tmp_path / 'next'}", "--reference=method=diloco"]
@@ -126,7 +126,7 @@ def test_rows_are_held_against_another_sweep_seed_by_seed(kept, call, tmp_path):
 
     text = (tmp_path / "next" / "report.md").read_text()
     assert f"The reference is diloco H 16 float32, published, of {kept}; " in text
-    assert "| reference |" not in text  # It has no line of its own.
+    assert "| reference |" not in text  # It has no row.
 
 
 def test_tuned_settings_alone_are_compared_as_tuned(call, tmp_path):
@@ -201,7 +201,7 @@ CONFIG = PRESETS["smoke"].replace(method="streaming_diloco").resolve()
 
 @dataclasses.dataclass(frozen=True)
 class Grown(RunConfig):
-    """What a later version may have."""
+    """A field that a later version may add."""
 
     new_axis: int = 1
 
@@ -264,7 +264,7 @@ def test_a_row_of_another_default_is_no_row_of_today(changed, tmp_path):
     written = CONFIG.to_json()
     was = {name: {**written[name], **new} for name, new in changed.items()}
 
-    # Both have the key that the run has today, of what was not at its default.
+    # Both have today's key of the run, which has the fields that are not defaults.
     today = {"row": rows.run_key(written), "config": {**written, **was}}
 
     rows.append(tmp_path, today)

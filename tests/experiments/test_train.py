@@ -126,7 +126,7 @@ def test_records_have_the_steps_losses_and_syncs_of_the_run(unbroken):
     assert all(r["apply_step"] - r["start_step"] == 2 for r in syncs)
     assert {r["fragment"] for r in syncs} == {0, 1}
 
-    # The sync that left at step 48 is counted and not yet applied.
+    # The sync that left at step 48 is counted, but not yet applied.
     sent = evals[-1]["bytes_sent_per_region"] - sum(r["bytes"] for r in syncs)
     assert sent in {r["bytes"] for r in syncs}
 
@@ -233,7 +233,7 @@ def test_a_damaged_summary_of_a_finished_run_is_written_again(
     mine, theirs = (w / "metrics.jsonl" for w in (workdir, unbroken[0]))
     assert mine.read_bytes() == theirs.read_bytes()
 
-    with only_writer(workdir):  # And whoever has the folder is left alone.
+    with only_writer(workdir):  # The process that has the folder is left alone.
         error = refused(train, *flags, code=1)
     assert error.startswith(f"workdir='{workdir}' is in use by process ")
 
@@ -248,7 +248,7 @@ def test_a_damaged_summary_of_a_finished_run_is_written_again(
 def test_a_region_that_was_superseded_ends_with_the_code_for_no_restart(
     refused, monkeypatch, tmp_path, error, code
 ):
-    """No launcher starts what ends with 2."""
+    """Launchers do not restart a process that ends with code 2."""
     session = mock.Mock()
     session.train.side_effect = error
     monkeypatch.setattr(train, "prepare", lambda *_, **__: session)
@@ -259,7 +259,7 @@ def test_a_region_that_was_superseded_ends_with_the_code_for_no_restart(
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_run_goes_back_from_a_spike(call, corpus, tmp_path, monkeypatch, is_stopped):
-    """One that is told at step 12: back to 8, and on with other data."""
+    """A spike at step 12: the run goes back to step 8 and skips the data."""
     progress = []
 
     def observe(self, step, losses, first_region):
@@ -315,7 +315,7 @@ def test_a_corpus_that_changed_under_a_run_is_refused(call, corpus, tmp_path):
         f"--workdir={tmp_path / 'run'}",
     ]
     call(train, *flags)
-    (tmp_path / "run" / "summary.json").unlink()  # As if it had not come to its end.
+    (tmp_path / "run" / "summary.json").unlink()  # As if it had not finished.
     (text / "new.txt").write_text("one more document\n" * 100)
     _, err = call(train, *flags, code=2)  # Started again, it would be refused again.
     assert err.startswith(f"error: the run in {tmp_path / 'run'} cannot go on")
@@ -368,7 +368,7 @@ def test_a_diverging_run_names_step_region_and_checkpoint(
 
 
 def test_a_run_of_another_method_adopts_a_checkpoint(unbroken, call, corpus, tmp_path):
-    """CoCoDC in four regions, then DiLoCo in two; what is lost is printed."""
+    """CoCoDC in four regions, then DiLoCo in two; losses of state are printed."""
     flags = [
         "--preset=smoke",
         "--num_layers=2",
@@ -395,7 +395,7 @@ def test_a_run_of_another_method_adopts_a_checkpoint(unbroken, call, corpus, tmp
 
     syncs = [r["apply_step"] for r in records(tmp_path, "sync")]
     assert syncs == [42, 44, 46, 48, 50, 52]
-    # It has not begun anew: every loss is below those of the run's beginning.
+    # It has not restarted: every loss is below the first one of the run.
     # (By how much is a matter of the processor's rounding: few, small batches.)
     assert max(r["loss"] for r in rows) < records(unbroken[0], "train")[0]["loss"]
     assert "finished: 52 of 52 steps" in out

@@ -1,4 +1,4 @@
-"""The lab as a user runs it: real programs in namespaces, and what is left after."""
+"""The network lab as a user runs it: real programs in namespaces, and its cleanup."""
 
 import contextlib
 import json
@@ -165,7 +165,7 @@ def test_tcp_fills_the_link_and_bytes_are_counted(lab, tmp_path):
     delivered = traffic["delivered_bytes"][1][0]
     assert size * 1.004 < delivered < size * 1.01
 
-    # The interface's own counter: equal, but for the goodbyes after it was read.
+    # The counter of the interface is equal, but for packets after it was read.
     assert sent == pytest.approx(int(log(tmp_path, 1)), abs=500)
     assert back == pytest.approx(int(answered_bytes), abs=500)
     assert 0 < traffic["relay_cpu_s"] < traffic["wall_s"]
@@ -251,7 +251,7 @@ def processes():
 
 
 def family(pid):
-    """A process and all its descendants, but for what outlives every pool."""
+    """Return a process and its descendants, but for one that Python keeps for pools."""
     parents = processes()
     pids = {pid}
     while more := {p for p, parent in parents.items() if parent in pids} - pids:
@@ -260,7 +260,7 @@ def family(pid):
 
 
 def is_tracker(pid):
-    """Whether a process is the one that Python keeps beside pools of earlier tests."""
+    """Return whether a process is the one that Python keeps after a pool."""
     try:
         return b"resource_tracker" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -275,7 +275,7 @@ def namespaces():
     return out
 
 
-# A command with a child in a session of its own, as a daemon has.
+# A command with a child in another session, as a daemon.
 LINGER = r"""
 import subprocess
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -454,7 +454,7 @@ def test_links_of_a_file_change_at_its_times(links_file):
 
     assert lab_plan.conditions[0].uplink_bps == (math.inf,) * 3
     assert [c.start_s for c in lab_plan.conditions] == [0, 3, 4]
-    # Sizes come from the links as they usually are, not from the outage.
+    # Sizes come from the usual rate of the links, not from the outage.
     assert lab_plan.mtu_bytes == 65000
 
 

@@ -1,4 +1,4 @@
-"""Methods whose regions are never equal: pairs, shares of a momentum, neighbours."""
+"""Methods whose regions are never equal: pairs, shared momenta, neighbours."""
 
 import functools
 
@@ -21,7 +21,7 @@ from tests.program.tiny import follow
 
 
 def moments(momentum, pull):
-    """What a sync does to the moments (A, B, C) of one of many regions."""
+    """Return the moments (A, B, C) of one of many regions after a sync."""
     c = np.array([pull**2 / 2, momentum * pull, momentum**2])
     b = np.array([pull / 2, momentum, 0])  # E phi v'
     return np.stack([np.array([1, 0, 0]) - 2 * b + c, b - c, c])
@@ -77,7 +77,7 @@ def spread(momentum, pull, seed, rounds, num_regions=1024):
 @pytest.mark.parametrize("share", [11 / 12, 13 / 12])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 def test_many_regions_that_meet_at_random_part_at_that_border(momentum, share):
-    """A twelfth below it they come together, as much above they part.
+    """A twelfth below the border regions converge, a twelfth above they diverge.
 
     Rates are those of the moments: to 0.02 a round, of 1024 regions.
     """
@@ -132,11 +132,12 @@ def momentum_after(num_regions, is_over_senders, num_rounds=60):
 
 
 def test_a_mean_over_senders_diverges_and_one_over_all_regions_does_not():
-    """Over senders, what one region of four sends comes back whole to all four.
+    """In a mean over senders, all four regions get the full message of one region.
 
-    The next round it is in everyone's top, and grows; of two regions it does not.
+    In the next round it is in the top of every region, and grows. With two regions it
+    does not.
     """
-    free = 64 / np.sqrt(1 - 0.95**2)  # Of a momentum that nobody shares.
+    free = 64 / np.sqrt(1 - 0.95**2)  # A momentum without messages.
     for num_regions in (2, 4):
         assert momentum_after(num_regions, False) < 1.5 * free
     assert momentum_after(2, True) < 1.5 * free
@@ -175,7 +176,7 @@ def test_with_a_plus_the_dual_update_reaches_the_minimiser_of_the_sum():
 
 
 def test_with_a_minus_the_dual_update_never_reaches_it():
-    """Neighbours drive one another away; even the point of rest would be another."""
+    """Neighbours diverge, and the fixed point is another one."""
     assert np.abs(published(-1)).min() > 1e6
     elsewhere = (CURVATURES * MINIMISERS).sum() / (CURVATURES.sum() + 4 * RHO * 4)
     assert abs(elsewhere - OPTIMUM) > 0.5
@@ -185,7 +186,7 @@ def test_with_a_minus_the_dual_update_never_reaches_it():
     ("graph", "compress"), [("ring", "int8"), ("complete", "topk:0.5")]
 )
 def test_regions_reach_the_exact_minimiser(graph, compress):
-    """Also where half or a quarter of each message is all that is sent.
+    """Also with messages of half or a quarter of the entries.
 
     Two numbers a region, so that top-k leaves one out.
     """
@@ -217,8 +218,8 @@ def test_regions_reach_the_exact_minimiser(graph, compress):
         outer = np.asarray(program.outer_params(state)["w"])
 
     expected = np.array([OPTIMUM, 2 - OPTIMUM])
-    # Scales of int8 are float32: what a region believes to have told and what the
-    # others heard may differ by its rounding, as the compiler fuses both.
+    # Scales of int8 are float32: a sent value and the received one may differ by its
+    # rounding, as the compiler fuses both.
     atol = 1e-5 if compress == "int8" else 1e-9
     np.testing.assert_allclose(local, np.tile(expected, (4, 1)), atol=atol)
     np.testing.assert_allclose(outer, expected, atol=atol)
@@ -271,7 +272,7 @@ def test_a_mean_that_lands_alone_has_the_subset_that_was_sent():
     state = outer.init(zero, identity())
     _, state = outer.send(params, state, at(3.0), identity(), key)
     params, state = outer.receive(params, state, at(0.0), 2)
-    assert params == at(3.0)  # What left before the first step is no mean.
+    assert params == at(3.0)  # A message from before the first step is no mean.
 
     _, state = outer.send(params, state, at(4.0), identity(), key)  # d = 1
     params, state = outer.receive(params, state, at(5.0), 2)

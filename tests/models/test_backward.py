@@ -1,4 +1,4 @@
-"""Backward passes for CPUs against JAX's own, and which ones are chosen."""
+"""Backward passes for CPUs against JAX's own, and the choice among them."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def _draw(shape, seed):
 
 
 def _gradients(config):
-    """Loss and gradients of three regions with parameters of their own; the program."""
+    """Return loss and gradients of three different regions, and the program."""
     keys = jax.random.split(jax.random.key(0), len(_TOKENS))
     params = jax.vmap(lambda key: init_params(config, key))(keys)
     loss_fn = make_loss_fn(config)
@@ -92,7 +92,7 @@ def test_gradients_of_a_product_are_its_formula():
 
 
 def test_a_weights_gradient_turns_the_tokens_and_not_the_gradient():
-    """In the program: what is transposed is x, once for two weights that read it."""
+    """The program transposes x, once for two weights that read it."""
     x = _draw((4, 8, 16), 0)
     w = _draw((16, 64), 1)
 
@@ -105,7 +105,7 @@ def test_a_weights_gradient_turns_the_tokens_and_not_the_gradient():
         program = jax.jit(jax.grad(loss)).lower({"a": w, "b": w}).as_text()
         return program.count("stablehlo.transpose")
 
-    # JAX's own turns each product of gradient and tokens back.
+    # JAX's own transposes each product of gradient and tokens.
     assert turned("plain") == 2
     assert turned("cpu") == 0
 

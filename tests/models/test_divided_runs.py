@@ -61,7 +61,7 @@ def test_a_codec_reaches_the_loss():
         assert "ppermute" in jaxpr
         shared_out.append("all_to_all" in jaxpr)
 
-    # What no codec wrote is not shared out.
+    # Messages without a codec are not sharded.
     assert shared_out == [True, False]
 
 
@@ -109,7 +109,7 @@ def test_devices_that_share_positions_train_as_one_does():
     _, expected, alone = trained()
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_array_equal(num_tokens, alone)
-    # Weights lie over both axes, as if these were one.
+    # Weights are sharded over both axes, as if these were one.
     gate = state.region.params["blocks"][0]["mlp"]["gate"].sharding
     assert gate.spec == P("region", ("data", "sequence"), "model")
 
@@ -136,7 +136,7 @@ MOE = {
     ],
 )
 def test_experts_of_a_range_are_sharded_over_their_width(num_fragments, of_gate):
-    """Of all experts it has its own, as of the parameters."""
+    """A fragment of all experts is sharded over experts, as the parameters are."""
     config = SHARED.replace(data_axis=2, expert_axis=2, **MOE)
     program = made(config.replace(num_fragments=num_fragments))
     for shardings in program.shardings.fragments[num_fragments // 2 :]:

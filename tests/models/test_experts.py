@@ -229,7 +229,7 @@ def test_counts_add_up_the_batches_that_experts_were_given():
     np.testing.assert_allclose(counts, total, rtol=1e-6)
     np.testing.assert_allclose(counts.sum(-1), 2 * steps, rtol=1e-6)
 
-    # The optimizer's own state saw no count: its moments there are zero.
+    # The optimizer saw no counts: their moments are zero.
     moments = [
         x
         for path, x in jax.tree_util.tree_leaves_with_path(state)
@@ -314,7 +314,7 @@ def test_tokens_cross_to_their_experts_and_back_and_experts_are_not_gathered():
     ids = f"i32[{2 * room}]"
     assert sorted(crossed) == [rows] * 4 + [ids]
 
-    # A device's own two experts, over data alone.
+    # Two experts of each device, replicated over data.
     gathered = re.findall(r":(\w+\[[\d,]+\]) = all_gather\[\s*all_gather_dim", text)
     assert gathered.count("f32[2,16,12]") == 2
     assert not any(shape.startswith("f32[4,") for shape in gathered)

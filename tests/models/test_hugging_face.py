@@ -1,4 +1,4 @@
-"""Files of Hugging Face's LLaMA: equal logits by other code, and what is refused."""
+"""Files of Hugging Face's LLaMA: equal logits by other code, and refused files."""
 
 import dataclasses
 import json
@@ -264,7 +264,7 @@ def test_a_mixture_is_held_against_its_file(tmp_path):
     with pytest.raises(ValueError, match="shared_experts=1 is not what Mixtral"):
         hugging_face.write(tmp_path, shared, drawn_params(shared))
 
-    # What transformers takes for a Mixtral where nothing is said.
+    # Without the entries, transformers takes the defaults of a Mixtral.
     path = tmp_path / "config.json"
     config_json = json.loads(path.read_text())
     del config_json["rope_theta"], config_json["num_key_value_heads"]

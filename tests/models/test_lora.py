@@ -1,4 +1,4 @@
-"""Adapters: nothing at first, then what their product adds; and their files."""
+"""Adapters: zero at first, then the sum with their product; and their files."""
 
 import dataclasses
 import json

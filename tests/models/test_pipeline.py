@@ -183,7 +183,7 @@ class TestProgram:
             make_mesh(_REGIONS), make_loss_fn(CONFIG), None
         )
 
-        # Adam divides by the root of what may be small.
+        # Adam divides by the root of small numbers.
         assert_close(actual, expected, rtol=2e-4, atol=2e-5)
 
         states = (regions.opt_state, plain_regions.opt_state)

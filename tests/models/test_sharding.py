@@ -154,7 +154,7 @@ def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config,
     assert {axis for x in crossings for axis in x.axes} == {"data", "model"}
 
     for crossing in crossings:
-        # Weights are gathered; what has sequences is summed over the model axis.
+        # Weights are gathered; arrays with sequences are summed over the model axis.
         if 9 in crossing.array.dims or 4 in crossing.array.dims[:-1]:
             assert crossing.axes == ("model",), crossing
 
@@ -176,7 +176,7 @@ def test_weights_gathered_in_steps_change_no_number():
         assert_close(compiled(placed, batch), expected)
 
     crossings = collectives(hlo.parse(compiled.as_text()), {"data": 4, "model": 1})
-    # Of each weight a half, then the whole.
+    # Half of each weight, then all of it.
     gathered = sorted(x.array.dims for x in crossings if x.kind == "all-gather")
     assert len(gathered) % 2 == 0
 
@@ -283,7 +283,7 @@ def test_specs_divide_every_matrix(scan_layers):
     assert block["mlp"]["down"] == P(*layer, "model", "data")
     assert block["attention"]["key_norm"]["scale"] == P()
 
-    # The product of two lies as the matrix that it is added to.
+    # The product of two is sharded as the matrix that it is added to.
     up, down = (block["mlp"]["lora"][name] for name in ("up", "down"))
     assert up == {"a": P(*layer, "data", None), "b": P(*layer, None, "model")}
     assert down == {"a": P(*layer, "model", None), "b": P(*layer, None, "data")}

@@ -1,4 +1,4 @@
-"""A pipeline whose messages are compressed both ways, against stages by hand."""
+"""A pipeline with compressed messages in both directions, against stages by hand."""
 
 import functools
 
@@ -40,7 +40,7 @@ def last(params, x, batch):
 
 @functools.cache
 def pieces():
-    """The first stage, its gradient, and the last stage with both of its own."""
+    """The first stage, its gradient, and the last stage with its two gradients."""
     return (
         jax.jit(first_stage),
         jax.jit(lambda p, b, g: jax.vjp(lambda p: first_stage(p, b), p)[1](g)[0]),
@@ -149,7 +149,7 @@ def test_a_subspace_and_a_codec_go_together():
         )
         assert jax.eval_shape(step(whole), params, tokens(), KEY) == shape
 
-    # What no codec wrote is not shared out.
+    # Messages without a codec are not sharded.
     assert "all_to_all" not in str(jaxpr)
 
 

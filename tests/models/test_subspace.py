@@ -1,4 +1,4 @@
-"""A residual stream in a subspace: what is sent decodes, and steps keep it so."""
+"""A residual stream in a subspace: messages are lossless, and steps keep them so."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def fixed(params):
 def projected(tree):
     """A gradient as the optimizer of a confined model sees it."""
     optimizer = confined(optax.identity(), NARROW)
-    # Added to nothing, a projected matrix is its own step.
+    # Added to zeros, a projected matrix is its own step.
     return optimizer.update(
         tree, optimizer.init(tree), jax.tree.map(jnp.zeros_like, tree)
     )[0]
@@ -82,7 +82,7 @@ def test_encoded_activations_decode_to_rounding(rank, seed):
 
 def test_a_token_and_a_direction_by_hand():
     subspace = Subspace(2, 1)
-    # U = (3, 4) / 5, in the place of what is drawn.
+    # U = (3, 4) / 5, instead of a drawn one.
     subspace.__dict__["basis"] = np.array([[0.6], [0.8]], np.float32)
     table = jnp.array([[10.0, 0.0]])
 

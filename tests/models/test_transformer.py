@@ -137,7 +137,7 @@ def test_rematerialisation_repeats_products(base):
     )
 
     # "dots" repeats the two products of attention, "full" those with weights too,
-    # but for the block's last, whose result nothing in backward needs.
+    # but for the block's last, whose result backward does not need.
     assert dots == plain + 2 * base.num_layers
     assert full == plain + 8 * base.num_layers
 

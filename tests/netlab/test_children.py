@@ -119,7 +119,7 @@ def test_children_die_with_their_parent(program, number, code):
 
 
 def test_only_known_modules_start_other_programs():
-    """Regions and the relay `die_with_parent`; `ip` and event commands end soon."""
+    """Regions and the relay `die_with_parent`; other programs end soon."""
     paths = [*ROOT.glob("cocodc_jax/**/*.py"), *ROOT.glob("experiments/**/*.py")]
     starts = re.compile(r"subprocess\.(run|Popen|call|check_\w+)\(|os\.(system|spawn)")
     names = {path.name for path in paths if starts.search(path.read_text())}
@@ -212,7 +212,7 @@ def test_output_on_the_terminal_is_not_repeated(capfd):
 
 
 def test_a_region_that_dies_during_a_stop_is_not_restarted(tmp_path, capfd):
-    """A second Ctrl-C kills them, which is no reason to begin anew."""
+    """A second Ctrl-C kills children, which is no reason to restart them."""
     region = started("import time; time.sleep(60)", tmp_path / "log")
     lines = []
 

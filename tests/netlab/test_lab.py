@@ -1,4 +1,4 @@
-"""The lab as a library: what is planned, shaped, told, counted and lacking."""
+"""The lab as a library: plans, shaped packets, environments, counts and permissions."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def test_packets_wait_for_those_before_them():
     shaper = Shaper([conditions()], buffer_s=1, seed=0)
     for _ in range(3):
         shaper.send(0.0, 0, 1, PACKET)
-    shaper.send(0.0, 1, 0, PACKET)  # the other direction is a link of its own
+    shaper.send(0.0, 1, 0, PACKET)  # The other direction is another link.
     assert times(shaper) == pytest.approx([0.101, 0.101, 0.102, 0.103])
 
 
@@ -169,7 +169,7 @@ def test_links_change_with_time():
 
 
 def test_changes_count_from_changes_from_s():
-    """By hand: an outage a second after what happens at 5, and not before."""
+    """By hand: an outage begins a second after `changes_from_s`, and not before."""
     outage = conditions(start_s=1.0, rate_bps=[[1, 0.0], [1e6, 1]])
     shaper = Shaper([conditions(), outage], buffer_s=1, seed=0)
 
@@ -346,7 +346,7 @@ def test_the_counts_of_the_relay_are_summed_up_in_one_line(tmp_path):
 
 
 def test_processes_of_the_lab_load_neither_jax_nor_numpy():
-    """There is one for each region, and they have to start in no time."""
+    """Each region has one, which has to start at once."""
     program = """
 import sys
 import cocodc_jax.netlab.region, cocodc_jax.netlab.relay

@@ -1,4 +1,4 @@
-"""The simulator held against two published results.
+"""The simulator compared with two published results.
 
 **Streaming DiLoCo** (arXiv 2501.18512; the table in `PUBLISHED_GBPS`): Gbit/s needed to
 reach a compute utilization. Assumptions, all needed for agreement:

@@ -108,7 +108,7 @@ LOSSY = [
 
 @pytest.mark.parametrize("came", LOSSY)
 def test_a_link_that_loses_packets_is_named_within_five_syncs(came):
-    """Hardly half of the messages are later than what noise is taken for."""
+    """Less than half of the messages are later than noise."""
     rng = np.random.default_rng(0)
     watch = Messages(least=0.05)
 
@@ -148,7 +148,7 @@ def test_the_median_leaves_out_unknown_values(seed, num):
     values[rng.random(values.shape) < 0.5] = np.nan
     values[:, 0, 0] = 1.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Of what is NaN alone.
+        warnings.simplefilter("ignore")  # Of slices that are all NaN.
         wanted = np.nanmedian(values, 0)
     np.testing.assert_array_equal(faults._median(values), wanted)
 
@@ -192,7 +192,7 @@ def test_a_lost_message_is_a_fault_and_an_unmeasured_one_is_not():
     for _ in range(3):
         findings = watch.observe(lost)
     assert [(x.kind, x.where) for x in findings] == [("sender", (2,))]
-    assert watch.observe(seconds) == []  # It is back.
+    assert watch.observe(seconds) == []  # The region is back.
 
 
 def test_two_faults_at_once_are_named_and_a_fault_of_two_regions_is_a_link():

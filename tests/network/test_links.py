@@ -27,7 +27,7 @@ def test_loss_bounds_a_stream_by_the_mathis_formula():
     # 1448 bytes, 0.1 s round trip, 1.5e-4 lost: 14480 * sqrt(1e4) bytes per second.
     link = Link(bandwidth_gbps=1.0, latency_s=0.05, loss=1.5e-4)
     assert link.bytes_per_s == pytest.approx(1448 / 0.1 * 100)
-    # On a slow wire the wire is the bound, less what is lost.
+    # On a slow link its rate is the bound, less the lost share.
     slow = Link(bandwidth_gbps=0.008, latency_s=0.05, loss=1.5e-4)
     assert slow.bytes_per_s == pytest.approx(1e6 * (1 - 1.5e-4))
 

@@ -1,4 +1,4 @@
-"""Stages on sites: where they are placed, and how batches find their way."""
+"""Stages on sites: their placement, and the routes of batches."""
 
 import itertools
 import math

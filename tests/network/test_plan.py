@@ -20,7 +20,7 @@ def test_on_a_fast_network_a_plan_keeps_its_initial_values():
     assert (plan.delay_steps, plan.syncs_per_interval) == (1, 80)
     assert plan.sync_time_s == 0.5
     assert plan.utilization == 1.0
-    # Nobody has asked for these: they are what a plan begins with.
+    # These are the initial values of a plan, not the user's.
     assert "K = 4 fragments, no more needed: a sync takes 0.5 s" in plan.explain()
     assert "H = 100 steps, no more needed: 4 syncs use" in plan.explain()
 

@@ -123,7 +123,7 @@ def test_adaptive_transmission_sends_the_fragment_that_waited_longest(score):
 
 
 def test_one_step_stale_by_hand():
-    # Leaves after steps 4 and 8, wanted after 8 and 12; the zero before takes nothing.
+    # Leaves after steps 4 and 8, due after 8 and 12; the zero before takes no time.
     timeline = simulate(PAIR, work(4), one_step_stale(4), 12)
     seen = [
         (s.start_step, s.merge_step, s.arrival_s, s.stall_s) for s in timeline.syncs
@@ -372,7 +372,7 @@ def test_bytes_are_those_of_the_messages(case):
     recorded = sum(s.bytes_sent[0] for s in timeline.syncs)
 
     assert recorded == pytest.approx(share * merged)
-    # What is not merged yet is at most every fragment once.
+    # At most every fragment once is in flight.
     left = timeline.bytes_sent[0] - recorded
     assert -1 <= left <= share * sum(sizes) + 1
 

@@ -77,11 +77,11 @@ class Problem:
         return x
 
     def rounds(self, interval):
-        """First ticks of the whole rounds."""
+        """Return the first ticks of the full rounds."""
         return range(0, self.num_steps - self.num_steps % interval, interval)
 
     def rest(self, x, interval):
-        """The steps left over after the whole rounds."""
+        """Return the number of steps after the last full round."""
         left = self.num_steps % interval
         x = self.round(x, self.num_steps - left, left)
         return np.broadcast_to(x, self.targets.shape[1:])
@@ -112,7 +112,7 @@ def plain(x):
 
 
 def top_k(density, quantize=None):
-    """The largest; then they are quantized, by themselves, in falling order."""
+    """Keep the largest; then quantize them in descending order."""
 
     def one(x):
         flat = x.ravel()
@@ -202,7 +202,7 @@ def four_bit(x):
 
 
 def matrices(quantize):
-    """Matrices quantized, vectors whole."""
+    """Quantize matrices; send vectors in full."""
     return per_tensor(lambda x: quantize(x) if x.ndim > 1 else x)
 
 
@@ -293,7 +293,7 @@ def gpa(s, mu_x, mu_y):
 
 
 def sparseloco(s, interval, outer_lr, k, side, decay, over="senders"):
-    """What nobody sent is a hole, nan, on the way."""
+    """Entries that no region sends are nan until they are filled."""
     compress = chunked(k, side, quantize=stat2, unsent=np.nan)
     x = s.params
     e = 0.0
@@ -360,7 +360,7 @@ def eager(s, interval, outer_lr, momentum):
 
 
 def all_pairs(num_regions):
-    """Circle method: who meets whom, `[N][M]`, of an even number of regions."""
+    """Return partners `[N][M]` of an even number of regions, by the circle method."""
     last = num_regions - 1
     rounds = []
     for turn in range(last):
@@ -712,7 +712,7 @@ def fragments_in_turn(
 def radial_directional(deltas, weights):
     """Mean length times the direction of the mean direction."""
     sizes = np.linalg.norm(deltas, axis=1)
-    by = np.where(sizes > 0, sizes, 1.0)  # Of what did not move.
+    by = np.where(sizes > 0, sizes, 1.0)  # 1 for a delta of zeros.
     u = weights @ (deltas / by[:, None])
     return weights @ sizes * u / np.linalg.norm(u)
 

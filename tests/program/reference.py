@@ -70,7 +70,7 @@ class Sgd:
 
 @dataclasses.dataclass
 class Context:
-    """What a curvature may look at besides g and D.
+    """Inputs of a curvature besides g and D.
 
     `batches` are the last ones; `path` is the models at the start, after tau // 2 steps
     and now.
@@ -121,7 +121,7 @@ def as_coded(g, d, context):
 
 
 def secant(g, d, context):
-    """Isotropic, weighted a tensor by what it predicts of the change of the steps."""
+    """Isotropic, weighted for each tensor by how well it predicts the progress."""
     staged, midway, local = context.path
     half = context.tau // 2
     tau = context.tau
@@ -151,7 +151,7 @@ def hessian_vector_adam(g, d, context):
 
 @dataclasses.dataclass
 class Method:
-    """How regions are kept together.
+    """A schedule and a merge.
 
     `fragments` lists the names of each; `slot` is h; `score` None is the fixed round.
     `merge` is "replace", "mix" or "compensate".

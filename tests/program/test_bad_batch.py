@@ -1,7 +1,7 @@
-"""One batch that is not finite, in one region: memories survive, the others go on.
+"""A batch of one region is not finite: memories survive, and the others go on.
 
-In the first round region 1 of three has a NaN in its batch. What the others then agree
-on is what they agree on without it, and no memory has a NaN.
+In the first round region 1 of three has a NaN in its batch. The others then agree on
+the same values as without it, and no memory has a NaN.
 """
 
 import itertools
@@ -122,7 +122,7 @@ def of_regions(tree, which):
     return jax.tree.map(lambda x: x[:, which], tree)
 
 
-# Each kind of memory once, by a program or by a transform; the rest are beside them.
+# Each kind of memory once, in a program or in a transform; the rest are slow.
 QUICK = (
     ("distributed_lion", "program"),
     ("demo", "transform"),
@@ -153,7 +153,7 @@ def test_a_bad_batch_of_one_region_leaves_no_trace_in_memories(case, form):
 
     assert are_finite(memories)
 
-    # A transform adds to parameters, so that NaN stays; lt_admm replaces none either.
+    # A transform adds to parameters, so that NaN stays; nor does lt_admm replace them.
     keeps = method.sync and (form == "transform" or case == "lt_admm")
     healthy = [0, 2] if keeps else [0, 1, 2]
     assert are_finite({n: x[healthy] for n, x in params.items()})
@@ -173,7 +173,7 @@ def test_if_every_region_is_bad_the_mean_is_nan(case, form):
     steps = 8 if case == "dilocox" else 4
     (*_, params), memories = FORMS[form](method_of(case), EVERYWHERE, steps, 3)
     assert np.isnan(params["w"]).any()
-    if method_of(case).per_step:  # What is sent once the user's optimizer has skipped.
+    if method_of(case).per_step:  # Sent after the user's optimizer has skipped.
         assert are_finite(memories)
 
 

@@ -42,7 +42,7 @@ MOMENTUM = 0.5
 SGD = optax.sgd(LR)
 NUM_REGIONS = 4
 NUM_STEPS = 48
-# Leaves in the order of a tree. At rank 6 `v` is sent whole, at 3 and 1 it is not.
+# Leaves in the order of a tree. `v` is sent in full at rank 6, but not at 3 and 1.
 SHAPES = {"b": (3,), "v": (8, 7), "w": (16, 14)}
 
 
@@ -72,7 +72,7 @@ ADAPTIVE = dilocox(6, 6, 1, **RATES)
 
 
 def aims(target):
-    """What each tensor is drawn to, in a region or in all."""
+    """Return the target of each tensor, in one region or in all."""
     return {"b": target[..., 0, :3], "v": target[..., :8, :7], "w": target}
 
 
@@ -93,7 +93,7 @@ def start(program, params=PARAMS):
 
 
 def train(program, state, until=NUM_STEPS, dtype=np.float32):
-    """Run on to step `until`; return the state, and what is seen after every event."""
+    """Run to step `until`; return the state, and an observation after every event."""
     seen = []
     batches = iter(TARGETS[state.step :].astype(dtype))
     for after, output in run(program, state, batches, until - state.step):
@@ -139,7 +139,7 @@ def warm(old, rank):
 
 
 def send(meant, right, is_summed):
-    """What arrives of each region's message, what of its own, the next right factors.
+    """Return each region's decoded message, its own part of it, and next right factors.
 
     Or of all regions' factors, summed one after the other.
     """
@@ -268,7 +268,7 @@ def test_a_run_equals_the_formulas_of_the_paper(exact_factors):
 
 
 def test_summed_factors_equal_their_formulas():
-    """PowerSGD's own order, all of it in float64."""
+    """Factors are summed one after the other, as in PowerSGD, all in float64."""
     method = fixed(2, sum_factors=True)
     with jax.enable_x64(True):
         _, seen = train(*make(method, np.float64), until=24, dtype=np.float64)
@@ -332,7 +332,7 @@ def int4_bytes(shape):
 
 
 def test_ranks_that_no_matrix_allows():
-    """64 to 16 send everything; the run goes on, and counts what it sends."""
+    """Ranks 64 to 16 send every entry; the run goes on and counts its bytes."""
     method = dilocox(4, 64, 16, **RATES)
     _, seen = train(*make(method), until=20)
     assert seen[-1][0][1] == 16
@@ -379,7 +379,7 @@ def test_a_restored_run_goes_on_bit_for_bit(real, tmp_path, which, after):
 
 
 def test_each_rank_is_compiled_once():
-    """A turn from one rank to another compiles nothing when it comes again."""
+    """A change of rank that happened before compiles nothing."""
     turns = []
     program, state = make(ADAPTIVE)
     rank = state.sync.schedule.rank
@@ -402,7 +402,7 @@ def test_each_rank_is_compiled_once():
 
 
 def test_shards_measure_the_same_ranks(real):
-    """Blocks of two regions, and each on its own."""
+    """Two regions a device, and one a device, measure the same ranks."""
     _, seen = train(*make(ADAPTIVE, num_shards=4))
     assert [row[:4] for row, *_ in seen] == [row[:4] for row in real[2]]
 
@@ -436,7 +436,7 @@ def test_adopted_it_goes_on_at_its_rank(sum_factors):
 
 @pytest.mark.parametrize("is_carried", [False, True])
 def test_a_region_joins_at_the_rank_of_the_others(is_carried):
-    """The region that joins was cut off at the first rank, or has just begun."""
+    """The joining region was cut off at the first rank, or is new."""
     place = Place(0, ("127.0.0.1:1", "127.0.0.1:2"), b"k" * 32)
     one = RegionProgram(
         loss_fn,

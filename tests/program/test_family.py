@@ -1,7 +1,7 @@
 """A battery for every entry of the table of methods, on a tiny regression.
 
-It trains, lowers the loss, resumes bit for bit from the middle of everything, compiles
-nothing anew, and counts the bytes of the messages that it really encodes.
+Each lowers the loss, resumes bit for bit with a sync in flight, compiles nothing a
+second time, and counts the bytes of its encoded messages.
 """
 
 import functools
@@ -97,13 +97,13 @@ def make(name, mesh=None, **options):
     return tiny.program_of(method, mesh, optimizer=optimizer, regions=regions)
 
 
-# One program a method for all tests: it holds nothing but compiled code.
+# One program a method for all tests: it holds only compiled code.
 shared = functools.cache(make)
 
 
 @functools.cache
 def trained(name):
-    """What a method's program came to in `NUM_STEPS`, run once; not to be donated."""
+    """Return a method's end after `NUM_STEPS`, run once; not to be donated."""
     return finish(shared(name), tiny.start(shared(name)), NUM_STEPS)
 
 
@@ -184,7 +184,7 @@ def test_bytes_are_those_of_the_messages(program, name):
 
     fragment_bytes, each_step = really_sent(program, state)
     if program.num_regions == 1:
-        assert state.bytes_sent == 0  # To nobody.
+        assert state.bytes_sent == 0  # Without a receiver.
         return
 
     if sync and schedule.is_by_region:

@@ -29,9 +29,9 @@ ASYNC = {"sync_interval": 3, "outer_lr": 0.3}
 RING = of("lt_admm", sync_interval=2, admm_penalty=0.5, graph="ring")
 UNEQUAL = Regions((1.0, 1.5, 1.0, 2.0), (1,) * 4)
 
-# What is trained, what it must be, and in which regions.
+# A method, a simpler one that it must equal, and the number of regions.
 LIMITS = {
-    # --- One region: nothing is stale, or left out ---
+    # --- One region: nothing is stale ---
     "snoo": (of("snoo", **ALONE), DILOCO, 1),
     "gpa that averages nothing": (
         of("gpa", eval_interpolation=0.0), of("apart"), 1
@@ -78,7 +78,7 @@ LIMITS = {
     "gradients, all coefficients": (
         of("data_parallel", compress="ef:0.9+dct:16"), PARALLEL, 4
     ),
-    # --- No delay, nobody late ---
+    # --- No delay ---
     "one fragment, no delay, replaced": (
         of("streaming_diloco", sync_interval=4, num_fragments=1, delay_steps=0,
            mixing_alpha=0.0, **OUTER), DILOCO, 4,
@@ -124,7 +124,7 @@ LIMITS = {
 }  # fmt: skip
 
 
-# One of each kind; of the others a method beside it is equal to the same simpler one.
+# One of each kind; the others are slow, next to one of the same limit.
 QUICK = (
     "gpa that averages nothing",
     "eager",
@@ -152,7 +152,7 @@ def train(method, targets=TARGETS, **options):
 
 
 def test_with_one_region_a_method_is_its_optimizer():
-    """No gradient is exactly zero, which Lion does not move by and one bit cannot."""
+    """No gradient is exactly zero: Lion does not move by zero, one bit always moves."""
     lion = optax.lion(LR, 0.9, 0.99, weight_decay=0.0)
     parallel = train(methods.get("data_parallel"), regions=1, optimizer=lion)
     assert_within_ulps(trained(of("distributed_lion"), 1), parallel)
@@ -191,7 +191,7 @@ SLOPES = np.broadcast_to(TARGETS[:1], TARGETS.shape)
 
 
 def test_co2_without_momentum_is_averaging_one_round_late():
-    """Of one constant gradient a region; the first of three rounds applies nothing."""
+    """Each region's gradient is constant; the first of three rounds applies nothing."""
     method = methods.get("co2", sync_interval=4, outer_momentum=0.0, momentum_clip=1e9)
     _, outer = train(method, SLOPES, loss=quadratic.slope_fn)
     moved = 2 * 4 * LR * TARGETS[0].mean(0)
@@ -219,7 +219,7 @@ def test_a_region_of_twice_the_batch_counts_twice():
 
 @pytest.mark.parametrize("name", ["des_loc", "mt_dao"])
 def test_moments_of_regions_that_see_the_same_are_one_region_s(name):
-    """Averaging what is alike changes nothing; a slow momentum of weight 0 neither."""
+    """Averaging equal values changes nothing; nor does a slow momentum of weight 0."""
     same = np.repeat(TARGETS[:, :1], 4, axis=1)
     inner = {
         "des_loc": optax.adamw(LR, 0.9, 0.99),
@@ -236,6 +236,6 @@ def test_noloco_with_two_regions_averages_over_both():
     everyone = dataclasses.replace(noloco.sync.outer, group="all")
     expected = train(noloco.with_sync(outer=everyone), regions=2)
     assert_within_ulps(train(noloco, regions=2), expected)
-    # Two that begin alike and get the same mean stay alike.
+    # Two regions that start equal and get the same mean stay equal.
     local, _ = expected
     assert max(np.ptp(x, axis=0).max() for x in local.values()) < 1e-6

@@ -1,4 +1,4 @@
-"""Each method of the family against its own NumPy reference, several rounds of it.
+"""Each method of the family against a NumPy reference, over several rounds.
 
 In float64 to 1e-10 of the largest number of a tensor; where the wire has float32 (the
 scale of a 4-bit message, by which the compiler may multiply before or after it
@@ -352,7 +352,7 @@ def train(case):
     return jax.device_get((state.region.params, program.outer_params(state)))
 
 
-# Of each kind of method one form; the others are beside it, or in other batteries.
+# One form of each kind of method; others are slow, or in other batteries.
 QUICK = (
     "snoo",
     "diloco, a part at its own period",

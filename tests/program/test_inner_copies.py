@@ -57,7 +57,7 @@ def test_copies_move_the_same_in_one_program_with_the_inner_steps(by_programs):
 
 
 def test_a_merge_moves_a_copy_by_the_same_vector():
-    """Of what is in flight, applied without a step in between."""
+    """Fragments in flight are applied without a step in between."""
     program = program_of(METHOD)
     state = tiny.finish(program, tiny.start(program), 4)[0]
     assert state.sync.in_flight
@@ -77,7 +77,7 @@ def test_a_merge_moves_a_copy_by_the_same_vector():
 
 
 def test_with_a_sync_at_every_step_the_means_are_those_of_data_parallel():
-    """The limit in which schedule-free regions are one run, of the mean gradient.
+    """In this limit schedule-free regions are one run on the mean gradient.
 
     A region's own z has the sum of its own gradients, so that those of regions that
     learn different things differ, more with every step; their mean is the one of z.
@@ -117,7 +117,7 @@ def test_with_a_sync_at_every_step_the_means_are_those_of_data_parallel():
 
 
 def test_parameters_to_evaluate_are_the_mean_of_those_of_regions(by_programs):
-    """What docs/start says of x, the mean of the regions'."""
+    """x of docs/start is the mean over regions."""
     params, state = by_programs
     to_evaluate = jax.vmap(optax.contrib.schedule_free_eval_params)(state, params)
     of_means = optax.contrib.schedule_free_eval_params(
@@ -128,7 +128,7 @@ def test_parameters_to_evaluate_are_the_mean_of_those_of_regions(by_programs):
 
 
 def ema_of_params(decay):
-    """A user's own: it keeps an average of the parameters beside Optax's SGD."""
+    """A user's optimizer: Optax's SGD, and an average of the parameters."""
     sgd = optax.sgd(tiny.LEARNING_RATE)
 
     def init(params):

@@ -1,4 +1,4 @@
-"""Inner steps: no traffic between regions, no host, keys of their own; any number."""
+"""Inner steps: no traffic between regions or to the host, keys, and their number."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ def primitives(jaxpr):
 
 
 def inner_primitives(program):
-    """What `advance` runs on the devices for one step that ends at no event."""
+    """Return the primitives that `advance` runs for one step without an event."""
     state = tiny.start(program)
 
     def advance(region, batches):
@@ -88,7 +88,7 @@ def test_the_check_catches_the_gradient_of_replicated_parameters():
 
 @pytest.mark.parametrize(("length", "data", "model"), [(4, 1, 1), (2, 2, 2)])
 def test_compiled_steps_send_nothing_between_regions(length, data, model):
-    """The jaxpr cannot show what the compiler adds for axes inside a region."""
+    """The jaxpr does not show collectives that the compiler adds inside a region."""
     mesh = make_mesh(length, data, model)
     program = tiny.make_program("diloco", mesh, param_specs=tiny.SPECS)
     state = tiny.start(program)
@@ -188,7 +188,7 @@ def test_regions_of_several_devices_go_in_turn():
     assert two.one_by_one
 
 
-# --- Steps whose number is an argument, against `lax.scan` of as many ---
+# --- Steps whose number is an argument, against `lax.scan` ---
 
 
 def step(state, xs):

@@ -121,7 +121,7 @@ def test_gauss_newton_of_a_linear_model_is_the_hessian():
     assert max(np.abs(ours[n] - none[n]).max() for n in PARAMS) > 1e-3
 
 
-# --- What merges leave out of regions' progress is told by the next message.
+# --- The next message feeds back the progress that a merge drops.
 # That routes agree is in `exchange/test_between_hosts.py`, windows with the plain form
 # in `test_segment.py`.
 

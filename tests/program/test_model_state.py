@@ -64,7 +64,7 @@ STREAMING = cc.methods.get(
             {4},
             marks=pytest.mark.slow,
         ),
-        (STREAMING, True, {5}),  # Where it is applied, not where it leaves.
+        (STREAMING, True, {5}),  # At the merge, not at the start.
         (cc.methods.get("data_parallel"), True, {1, 2, 3, 4, 5, 6}),
         (cc.methods.get("data_parallel"), False, set()),
         (cc.methods.get("noloco", sync_interval=3), False, set()),
@@ -90,12 +90,12 @@ def test_a_model_state_is_averaged_when_parameters_are(method, average, averaged
     np.testing.assert_allclose(one["mean"], expected.mean(0), rtol=1e-5, atol=1e-6)
     assert one["count"] == 6
     assert set(output.aux) == {"mean"}
-    # Two float32 numbers each time; without it nothing is counted.
+    # Two float32 numbers each time; no bytes without a model state.
     assert state.bytes_sent - without.bytes_sent == 8 * len(averaged_at)
 
 
 def test_a_state_that_is_not_finite_is_left_out_where_a_message_would_be():
-    """Region 1 reads nonsense while a sync is in flight: no message has told yet."""
+    """Region 1 reads NaN while a sync is in flight, whose message was still finite."""
     method = STREAMING.guarded(10.0, None)
     program = make(method)
     plain = make(STREAMING)

@@ -32,7 +32,7 @@ def stacked(first, last):
 
 
 def trained(program):
-    """What a run of 12 steps comes to."""
+    """Return the end of a run of 12 steps."""
     state, outputs = tiny.finish(program, tiny.start(program), 12)
     losses = np.concatenate([output.losses for output in outputs])
     syncs = [tiny.host(sync) for output in outputs for sync in output.syncs]
@@ -100,7 +100,7 @@ class TestArrays:
     def test_the_outer_state_of_regions_of_one_cpu_is_on_the_device_of_its_exchange(
         self, exchange
     ):
-        """In the program on their own device, outside of it on the outer one."""
+        """On the regions' device for an exchange in the program, else the outer one."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
         program = tiny.make_program(
             "streaming_diloco", mesh, transport=Transport(exchange)
@@ -115,7 +115,7 @@ class TestArrays:
     def test_the_placement_of_the_outer_state_changes_no_number(
         self, monkeypatch, name
     ):
-        """Nor that events are among the inner steps there."""
+        """Nor does it matter that events there are among the inner steps."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
         beside = trained(tiny.make_program(name, mesh))
         monkeypatch.setattr(placement, "is_one_cpu", lambda mesh: False)
@@ -126,7 +126,7 @@ class TestArrays:
         program, state, _ = trained_narrow(tiny.METHODS["streaming_diloco"], 8)
         dtypes = [x.dtype for x in jax.tree.leaves(state.sync.outer)]
         assert set(dtypes) == {jnp.dtype("float32")}
-        # What is sent is the float32 pseudo-gradient: four syncs of half the model.
+        # Messages are float32 pseudo-gradients: four syncs of half the model.
         assert state.bytes_sent == 4 * sum(program.fragments.num_params) * 2
 
         mean = program.mean_params(state)["head"]
@@ -143,7 +143,7 @@ class TestArrays:
 
 
 def trained_narrow(method, num_steps):
-    """The program of bfloat16 parameters, and what it came to."""
+    """A program of bfloat16 parameters, and its last state."""
     narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tiny.make_params())
     program = tiny.program_of(method, optimizer=optax.sgd(0.1), params=narrow)
     state = program.init(narrow, jax.random.key(0))
@@ -229,7 +229,7 @@ class TestCompilation:
         for next_batch in (slow, batch, batch, batch):
             state, output = program.advance(state, next_batch)
             handed_out.append(output.losses)
-            # The sync at step 5 started at 4, before what is slow; that at 7 after.
+            # The sync at step 5 started at 4, before the slow batch; that at 7 after.
             handed_out += [s.norm for s in output.syncs if s.start_step > 4]
 
         is_ready = [x.is_ready() for x in handed_out]

@@ -92,7 +92,7 @@ PROBLEMS = {
         {1: [["a", "b", "c"]], 2: [["a", "c"], ["b"]], 3: [["a"], ["b"], ["c"]]},
         2,
     ),
-    # Three stacked blocks; units embed, 0, 1, 2, head go to fragments by turns.
+    # Three stacked blocks; units embed, 0, 1, 2, head go to fragments in turn.
     "stacked": quadratic(
         1,
         of_stacked,

@@ -46,7 +46,7 @@ def loss_fn(params, batch, key):
 
 
 def make_batch(step):
-    """Region 2 reads nonsense at step 3, region 0 what is far too large at step 6."""
+    """Region 2 reads NaN at step 3, region 0 far too large values at step 6."""
     rng = np.random.default_rng(step)
     batch = {n: rng.normal(size=(R, *x.shape)) for n, x in PARAMS.items()}
     if step == 3:
@@ -73,7 +73,7 @@ def start(program):
 
 
 def verdict_of(program, num_steps):
-    """The state after so many steps, and who was left out of the one sync by then."""
+    """Return the state after so many steps, and the verdict of its only sync."""
     state, outputs = tiny.follow(program, start(program), stream(), num_steps)
     return state, reasons_of(np.asarray(outputs[-1].syncs[0].verdict))
 
@@ -97,7 +97,7 @@ def mean_of(messages, above, mean, trim):
 
 
 def reference(program, num_steps, above, mean="weighted", trim=0.0, alpha=0.0):
-    """The outer parameters, and who was left out of which sync."""
+    """Return the outer parameters, and the verdict of each sync."""
     schedule = program.method.sync.schedule
     names = [
         sorted(program.fragments.take(PARAMS, k)) for k in range(len(program.fragments))
@@ -193,7 +193,7 @@ def test_against_numpy(case):
 
 
 def test_without_an_outlier_exclude_above_changes_no_number():
-    """The flag on, and nothing to leave out: the same numbers."""
+    """The flag is on, but no region is an outlier."""
 
     def quiet():
         rng = np.random.default_rng(0)
@@ -244,7 +244,7 @@ def test_a_restored_region_has_new_moments_and_the_learning_rate_of_its_step():
 
 @pytest.mark.parametrize("curvature", ["adam_second_moment", "hessian_vector"])
 def test_a_region_restored_at_a_merge_gets_the_outer_model(curvature):
-    """Region 2 is restored as it merges, its inner optimizer fresh."""
+    """Region 2 is restored as it merges, with a new inner optimizer."""
     method = methods.get(
         "cocodc",
         sync_interval=4,

@@ -31,7 +31,7 @@ CASES = {
     "streaming, divided": dict(outer_placement="divided"),
     "streaming, exclude": dict(exclude_above=9.0),
     "streaming, whole": dict(num_fragments=1),
-    # Nothing of these is hidden.
+    # None of these messages is hidden.
     "diloco": dict(sync_interval=3),
     "co2": dict(sync_interval=3, staleness_gap="measured"),
 }
@@ -114,7 +114,7 @@ LATE = [(((0, 0),), None, 2), (((1, 0),), None, 2), (((1, 0),), None, 3)]
     ],
 )
 def test_windows_are_few_and_traced_once(case, windows, monkeypatch):
-    """A second cycle and a third trace nothing.
+    """The second and third cycle trace nothing.
 
     With a long delay a window ends at the next event: of a fragment that starts at 6
     and arrives at 11 at the merge of the other, at 8; only before the first merge it is
@@ -154,7 +154,7 @@ def test_outer_state_of_windows_is_sharded_in_host_memory():
 
 @pytest.mark.parametrize("old", ["yes", "no"])
 def test_a_run_is_adopted_by_the_other_form_with_other_fragments(old):
-    """With what waits for inner steps; nothing of the outer state is lost."""
+    """A start that waits for inner steps goes along; no outer state is lost."""
     before = program("streaming", old)
     state, _ = tiny.finish(before, tiny.start(before), 6)
     params = tiny.host(before.outer_params(state))
@@ -162,7 +162,7 @@ def test_a_run_is_adopted_by_the_other_form_with_other_fragments(old):
     adopted = after.adopt(state, before)
 
     assert {"outer parameters", "outer optimizer"} <= set(adopted.kept)
-    assert set(adopted.lost) <= {"schedule"}  # It begins anew.
+    assert set(adopted.lost) <= {"schedule"}  # The schedule starts again.
 
     landed = tiny.host(after.outer_params(adopted.state))
     assert jax.tree.map(np.shape, landed) == jax.tree.map(np.shape, params)

@@ -1,4 +1,4 @@
-"""The same run on more or fewer devices, whole or sharded inside a region."""
+"""The same run on more or fewer devices, replicated or sharded inside a region."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 
 def result(program):
-    """What a run came to, on the host: all of it that is comparable across meshes."""
+    """Return the end of a run on the host, as far as meshes can be compared."""
     state, outputs = tiny.finish(program, tiny.start(program), NUM_STEPS)
 
     arrays = {
@@ -92,7 +92,7 @@ def test_the_memory_of_moments_changes_no_number(name, data):
 
     assert_within_ulps(*(result(program) for program in programs))
     state, _ = tiny.finish(programs[0], tiny.start(programs[0]), 2)
-    # Counts of steps, one a region, are none.
+    # Counts of steps, one a region, are not moments.
     moments = [x for x in jax.tree.leaves(state.region.opt_state) if x.ndim > 1]
     assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
 
@@ -145,7 +145,7 @@ def test_any_optax_optimizer_can_be_sharded(optimizer):
 
     batches = jax.tree.map(lambda x: x[None], tiny.make_batch(0))
 
-    # Traced only: that the scan takes the state back is what can go wrong.
+    # Only traced: a scan must accept the new state.
     after, _ = jax.eval_shape(program._steps, region, batches, None, None, ())
     assert jax.tree.structure(after) == jax.tree.structure(region)
 
@@ -173,7 +173,7 @@ print(json.dumps(means))
 
 
 def test_one_device_in_all_is_enough():
-    """In a process of its own: the regions and the outer state share the device."""
+    """In another process, in which regions and outer state share the only device."""
     words = ("-c", ONE_DEVICE, str(NUM_STEPS), "data_parallel", "cocodc")
     done = subprocess.run(
         [sys.executable, *words],

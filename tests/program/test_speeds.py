@@ -1,6 +1,7 @@
-"""Regions of unequal speed: who steps, who takes, who counts; and measured times.
+"""Regions of unequal speed, and schedules that follow measured times.
 
-Delays and slots follow what syncs take: what crosses, what is made of it.
+Which regions step, take the outer parameters and count; how delays and slots follow the
+times of syncs.
 """
 
 import itertools
@@ -88,7 +89,7 @@ def test_a_region_at_rest_keeps_all_of_its_state():
 
 
 def test_only_the_region_that_comes_takes_the_outer_parameters():
-    """H = 2 and equal steps: they come at 2 4 6 .., 4 8 .. and 6 12 .. .
+    """With H = 2 and equal steps regions sync at 2 4 6 .., 4 8 .. and 6 12 .. .
 
     Outer SGD with a learning rate of 1: the outer value is the sum of what came, and
     a region goes on from that, though others have moved it since it last came.
@@ -99,17 +100,17 @@ def test_only_the_region_that_comes_takes_the_outer_parameters():
     program = make(method)
     seen = {step: region.params["w"][:, 0] for step, region, _ in states(program, 6)}
 
-    # Region 0 took 1 + 10; the others' own batches are of ticks 1 (10) and none.
+    # Region 0 took 1 + 10; the others' batches are of ticks 1 (10) and none.
     assert seen[2].tolist() == [11, 10, 0]
     # Region 0 comes first, with 100 + 1000; region 1 adds its 10 + 1000.
     assert seen[4].tolist() == [1111, 1111 + 1010, 100]
 
-    # Region 0 comes from 1111, which lacks region 1's; it takes 1010 with its own.
+    # Region 0 goes on from 1111, without region 1's; it takes 1010 with its own.
     outer = 1111 + 1010 + 110000
     assert seen[6].tolist() == [outer, 1111 + 1010 + 100000, outer + 100100]
 
 
-# --- Delays and slots that follow what syncs take ---
+# --- Delays and slots that follow the times of syncs ---
 
 SHAPE = {"sync_interval": 4, "num_fragments": 2}
 

@@ -1,4 +1,4 @@
-"""A running state goes on in another program; what is lost is named."""
+"""A state goes on in another program, which names what is lost."""
 
 import functools
 import gc
@@ -41,7 +41,7 @@ def make_anew(name, regions=4, optimizer=SGD, mesh=None, **options):
     )
 
 
-# One program for all tests that want the same: it holds nothing but compiled code.
+# One program for all tests that want the same: it holds only compiled code.
 make = functools.cache(make_anew)
 
 
@@ -61,7 +61,7 @@ def finish(program, state, num_steps, batches=BATCHES):
 
 
 def adopted(new, old, num_steps):
-    """What `new` makes of a state that `old` has trained."""
+    """Return what `new.adopt` returns for a state that `old` has trained."""
     return new.adopt(finish(old, start(old), num_steps), old)
 
 
@@ -76,7 +76,7 @@ def test_a_state_is_a_pytree_of_its_arrays():
     assert set(doubled.sync.in_flight) == set(state.sync.in_flight) != set()
     twice = jax.tree.map(lambda x: 2 * x, state.sync.in_flight)
     assert_same(twice, doubled.sync.in_flight)
-    # And an argument of a compiled function.
+    # It is an argument of a compiled function too.
     total = jax.jit(lambda s: optax.tree_utils.tree_sum(s.region.params))(state)
     assert np.isfinite(total)
 
@@ -200,7 +200,7 @@ def test_another_optimizer_continues_the_learning_rate_schedule():
 
 
 def test_a_fragment_in_flight_is_applied_at_once():
-    """At step 4, one after it left, it is as with a delay of one step."""
+    """Applied at step 4, one after it left: as with a delay of one step."""
     old = streaming()
     short = streaming(delay_steps=1)
     new = make("diloco", sync_interval=5)
@@ -229,7 +229,7 @@ def test_a_fragment_in_flight_that_cannot_be_applied_is_dropped_and_named():
 
 
 def test_a_round_that_is_late_ends_early():
-    """CO2's merge replaces what regions did: it leaves and is applied before."""
+    """CO2's merge replaces the regions' progress: it leaves and is applied before."""
     old = make("co2", sync_interval=4)
     new = make("diloco", sync_interval=5)
     batches = np.repeat(BATCHES[:, :1], 8, axis=1)
@@ -319,7 +319,7 @@ def test_only_counts_of_schedules_are_set_to_the_step():
     assert counts.pop("ScaleByAdamState") == [0, 0]
     assert counts.keys() >= {"ScaleByScheduleState", "WrappedScheduleState"}
     assert all(count == [7, 3] for count in counts.values())
-    # Each may be donated.
+    # Each leaf may be donated.
     leaves = jax.tree.leaves(state)
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
     without = regional(optax.adam(0.1))
@@ -343,7 +343,7 @@ def test_a_schedule_inside_of_an_accumulation_goes_on_at_its_updates():
 
 
 def test_an_accumulation_that_begins_between_two_updates_keeps_time():
-    """Or it would make its updates between the events, at 9, 13, ..."""
+    """Otherwise it would make its updates between the events, at 9, 13, ..."""
     new = make("diloco", optimizer=optax.MultiSteps(SGD, 4), sync_interval=4)
     state, _, lost = adopted(new, make("diloco", sync_interval=4), 5)
     assert lost["accumulation"] == "the first update has gradients of 3 steps, not 4"
@@ -394,7 +394,7 @@ def test_other_regions_draw_noise_of_their_own():
     assert len(drawn_after) == 2
     assert not drawn_after & drawn
     assert state.region.opt_state[0].count.tolist() == [3] * 2
-    # The same regions keep theirs.
+    # The same regions keep their keys.
     again = make("diloco", 2, optimizer=noisy, sync_interval=7)
     wanted = keys(state)
     np.testing.assert_array_equal(keys(again.adopt(state, new).state), wanted)

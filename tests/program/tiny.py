@@ -81,7 +81,7 @@ def make_params(seed=0):
 
 
 def make_batch(step):
-    """What the regions train on at `step`, leaves `[R, B, ...]`."""
+    """Return the regions' batches at `step`, leaves `[R, B, ...]`."""
     rng = np.random.default_rng(1000 + step)
     x = rng.normal(size=(NUM_REGIONS, 4, 4)).astype(np.float32)
     return {"x": x, "y": np.sin(2 * x[..., :2]) + x[..., 2:]}
@@ -98,7 +98,7 @@ def make_program(name, mesh=None, loss=loss_fn, **options):
 
 
 def program_of(method, mesh=None, loss=loss_fn, optimizer=None, regions=4, **options):
-    """Adam where the merge asks for its second moment, else what compiles faster."""
+    """Make a program; its default optimizer is Adam if the method needs moments."""
     if optimizer is None:
         has_adam = "second_moment" in method.needs
         optimizer = optax.adam(LEARNING_RATE) if has_adam else OPTIMIZER
@@ -109,7 +109,7 @@ def program_of(method, mesh=None, loss=loss_fn, optimizer=None, regions=4, **opt
 
 @functools.cache
 def shared_program(name):
-    """One program a method for all tests: it holds nothing but compiled code."""
+    """One program a method for all tests: it holds only compiled code."""
     return make_program(name)
 
 
@@ -165,7 +165,7 @@ def assert_same(one, other):
 
 
 def saved_and_restored(program, state, folder, again=None):
-    """The state as it is after a save, and as `again`, or its program, restores it."""
+    """Return the state after a save, and the one that `again` restores from it."""
     with Checkpoints(folder) as checkpoints:
         state = checkpoints.save(program, state, {})
     with Checkpoints(folder) as checkpoints:

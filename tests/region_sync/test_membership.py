@@ -1,4 +1,4 @@
-"""Regions that are jobs of their own, each with a plain loop: leaving, coming back."""
+"""Regions that are separate jobs, each with a plain loop, leave and come back."""
 
 import contextlib
 import dataclasses
@@ -89,7 +89,7 @@ def test_a_region_that_died_comes_back_at_the_step_of_the_others(via, tmp_path):
             region.join()
             region.train(20)
 
-            while not reborn:  # It is let in between two events.
+            while not reborn:  # It is admitted between two events.
                 region.sync.meet(region.params, region.state)
                 time.sleep(0.01)
 
@@ -279,7 +279,7 @@ def test_regions_of_other_runs_are_refused():
 
 
 def test_a_region_that_is_ahead_waits_until_the_others_are_as_far(monkeypatch):
-    """Its checkpoint is of a step that a slower region has not reached yet."""
+    """The slower region has not yet reached the step of its checkpoint."""
     timing = dataclasses.replace(TIMING, beat_s=0.2, start_s=4)
     one, two = places(2, timing=timing)
     has_begun = threading.Event()

@@ -112,7 +112,7 @@ def test_an_invalid_pick_of_a_carry_is_refused(pick, change, message):
 
 
 def test_a_method_without_a_delay_sends_between_windows():
-    """Nothing of it is hidden; a carry may hold PRNG keys, as a trainer's does."""
+    """No communication is hidden; a carry may hold PRNG keys, as a trainer's does."""
     sync, carry = small()
     where = carry["params"].sharding
     carry["keys"] = jax.device_put(jax.random.split(jax.random.key(0), 2), where)

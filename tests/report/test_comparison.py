@@ -60,7 +60,7 @@ def test_loss_at_bytes_is_linear_and_of_the_last_evaluation_there():
     assert loss_at_bytes(pairs, 40) == 2.0
 
     assert loss_at_bytes(pairs, 41) is None  # Sends less.
-    assert loss_at_bytes(pairs, 9) is None  # Not evaluated yet.
+    assert loss_at_bytes(pairs, 9) is None  # Before the first evaluation.
 
     assert loss_at_bytes(evaluated("a", 0, pairs), 30) == 2.5
 
@@ -112,7 +112,7 @@ def of_unequal_bytes():
 def test_losses_are_compared_at_the_bytes_of_the_method_that_sends_least(
     of_unequal_bytes,
 ):
-    """The least of its seeds."""
+    """Among its seeds the one that sends least counts."""
     comparison = compare(of_unequal_bytes)
     assert comparison["equal_bytes_method"] == "short"
     assert comparison["equal_bytes"] == 20
@@ -218,7 +218,7 @@ def test_page_is_valid_and_fetches_nothing():
 
 
 def test_page_explains_missing_losses_and_steps():
-    """A loss at equal bytes where the evaluations do not reach, and steps to target."""
+    """Evaluations without a loss at equal bytes, or without the target."""
     runs = [
         evaluated("target", 0, [(10, 4.0), (20, 2.0)]),
         evaluated("little", 0, [(5, 4.0), (10, 3.0)]),

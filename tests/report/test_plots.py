@@ -1,4 +1,4 @@
-"""The plots' structure; what they look like was judged by eye."""
+"""The structure of plots; their looks were checked by eye."""
 
 import dataclasses
 import io
@@ -29,7 +29,7 @@ def test_end_labels_keep_apart_also_where_lines_meet():
     heights = plots.spread([0.5, 0.5, 0.5, 0.1], gap=0.06)
     gaps = [b - a for a, b in itertools.pairwise(sorted(heights))]
     assert min(gaps) >= 0.06 - 1e-9
-    # As many as there are methods still lie beside the axes, in order.
+    # Labels of all methods are still next to the axes, in order.
     heights = plots.spread([0.0, *29 * [0.9]], gap=0.06)
     assert (min(heights), max(heights)) == (0.0, 1.0)
     assert heights == sorted(heights)

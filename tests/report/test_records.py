@@ -1,4 +1,4 @@
-"""What a run writes: deterministic, exact, and safe to cut and continue."""
+"""Records of a run: deterministic, exact, and safe to cut and continue."""
 
 import json
 import os
@@ -121,7 +121,7 @@ def test_an_offset_that_is_no_record_end_is_refused(tmp_path, offset):
 
 @pytest.mark.parametrize("records", [[EVAL, train(6)], [train(6)], []])
 def test_a_run_without_its_last_records_is_damaged(tmp_path, records):
-    """By whole lines, so that what is left can be read."""
+    """Full lines were cut, so that the rest can be read."""
     summary = {"method": "diloco", "seed": 0, "steps": 8, "eval_loss": 1.5}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
 
@@ -174,7 +174,7 @@ def test_tensorboard_events_hold_the_numbers(tmp_path):
     assert 1.5 in numbers.values()
     assert {step for _, step in numbers} == {3, 4}
 
-    again = tensorboard(tmp_path)  # Nothing was kept: what is there is hidden.
+    again = tensorboard(tmp_path)  # No record was kept: those of the file are hidden.
     again.close()
     files = (tmp_path / "tb").iterdir()
     starts = [

@@ -1,4 +1,4 @@
-"""What a run shows: MFU by hand, and Weights & Biases, also by a stand-in for it."""
+"""What a run reports: MFU by hand, and Weights & Biases, also with a stand-in."""
 
 import importlib.machinery
 import importlib.util

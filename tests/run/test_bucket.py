@@ -37,13 +37,13 @@ def mapped(root):
 
 @pytest.fixture
 def gs(tmp_path, monkeypatch):
-    """The folder that is all buckets; and no cache but the test's own."""
+    """A folder that stands for all buckets; the cache is the test's own."""
     root = tmp_path / "buckets"
     (root / "bucket").mkdir(parents=True)
     one = mapped(root)
 
     class Folder(type(backend.os_backend)):
-        """What is asked of a bucket, asked of the folder; no appending, no renaming."""
+        """A backend of buckets over the folder, which neither appends nor renames."""
 
         def __getattribute__(self, name):
             attribute = super().__getattribute__(name)
@@ -67,7 +67,7 @@ def gs(tmp_path, monkeypatch):
             return super().open(path, mode)
 
     monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Folder())
-    # Arrays go past `epath`, by TensorStore's own client.
+    # TensorStore's own client writes arrays without `epath`.
     monkeypatch.setattr(tensorstore_utils, "_use_gcs_driver", lambda directory: False)
     monkeypatch.setattr(tensorstore_utils, "_normalize_path", one)
     plain = types.SimpleNamespace(hierarchical_namespace_enabled=False)
@@ -139,7 +139,7 @@ def test_a_run_in_a_bucket_is_killed_and_resumed_on_another_machine(
     assert {"2", "4"} <= {path.name for path in (there / "checkpoints").iterdir()}
     assert not (there / "summary.json").exists()
 
-    # Another machine has none of what was here.
+    # Another machine has none of these files.
     shutil.rmtree(tmp_path / "cache")
     assert "warning" not in capsys.readouterr().err
     summary = prepare(run, NAME, earlier=[first]).train()
@@ -152,7 +152,7 @@ def test_a_run_in_a_bucket_is_killed_and_resumed_on_another_machine(
     assert json.loads((there / "summary.json").read_text()) == summary
     assert not (there / ".writer").exists()
 
-    # It is finished, for whoever asks next.
+    # The next command finds it finished.
     shutil.rmtree(tmp_path / "cache")
     assert prepare(run, NAME, earlier=[first]).train() == summary
     with pytest.raises(ValueError, match="holds a run of another configuration"):
@@ -208,9 +208,9 @@ def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypat
     run.send(1)
     assert written.read_text() == "1\n2\n"
 
-    # What is here and not there is of no run.
+    # Files that are only here belong to no run.
     (run.workdir / "config.json").write_text("{}")
-    with only_writer(run.workdir):  # A run that goes on here keeps its files.
+    with only_writer(run.workdir):  # A run that resumes here keeps its files.
         run.begin(0)
     assert (run.workdir / "config.json").exists()
     run.begin(0)

@@ -1,4 +1,4 @@
-"""The configuration: one leaf a flag, round trips, and what it refuses."""
+"""The configuration: a flag for each leaf, round trips, and refused values."""
 
 import dataclasses
 import json
@@ -153,7 +153,7 @@ def test_invalid_fields_are_refused(make, fields, message):
 
 
 def test_a_method_that_steps_by_signs_has_no_moments_and_a_smaller_step():
-    """0.1 * 0.2 times -(sign + 0.5 * parameter) at the peak; nothing is clipped."""
+    """0.1 * 0.2 times -(sign + 0.5 * parameter) at the peak, without clipping."""
     config = OptimizerConfig(
         inner_lr=0.1, sign_lr_fraction=0.2, weight_decay=0.5, warmup_steps=0
     )

@@ -1,4 +1,4 @@
-"""Flags of a program: what they build, how a wrong one is answered, what is said."""
+"""Flags of a program: what they build, and the errors of wrong ones."""
 
 import io
 import logging
@@ -63,7 +63,7 @@ def test_a_preset_warms_up_for_its_share_of_a_short_run(call, steps, warmup):
 
 def test_a_command_shows_its_help():
     text = command("--help=all").stdout.split()
-    # A method's argument tells whose it is; all have the values of the preset.
+    # Help of an argument names its methods; values are those of the preset.
     message = "lambda, weight of the compensation's correction. For cocodc (0.3),"
     assert message in " ".join(text)
     assert "--regions=4 regions that train, M." in " ".join(text)
@@ -130,7 +130,7 @@ def test_a_wrong_flag_is_named_in_one_line_with_exit_code_2(words, line, refused
 
 @pytest.mark.parametrize(("words", "line"), WRONG[2:5:2])
 def test_wrong_flags_end_a_command_with_exit_code_2(words, line):
-    """Where absl reads the flags, and what is none."""
+    """absl reads the flags, and finds words that are no flags."""
     done = command(*words.split())
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith(f"error: {line}")
@@ -158,7 +158,7 @@ def test_only_the_flags_of_other_methods_are_refused_for_several(call):
 
 
 def test_the_run_package_loads_neither_jax_nor_absl():
-    """From anywhere; who does not ask for a part of it does not load that either."""
+    """It loads lazily, from any folder."""
     program = """
 import sys
 from cocodc_jax import run
@@ -248,7 +248,7 @@ def test_a_flag_with_an_effect_is_taken(words, call):
 
 
 class Trains(Program):
-    """Of one process, or as many as are given."""
+    """A program that checks the flags of one process, or of several."""
 
     @staticmethod
     def main():

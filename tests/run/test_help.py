@@ -1,4 +1,4 @@
-"""What `--help` shows: sections, choices, and the values that hold."""
+"""`--help`: sections, choices, and the values of the run."""
 
 import re
 import types
@@ -17,7 +17,7 @@ CHOICES = {name: leaf.choices for name, leaf in LEAVES.items() if leaf.choices}
 
 
 def showing(in_full, define=flags.define):
-    """A program that prints its help, as `flags.run_main` does where it is asked to."""
+    """A program that prints its help, as `flags.run_main` does on request."""
 
     def main():
         with flags.usage_errors():
@@ -37,7 +37,7 @@ SEVERAL = showing(True, define_several)
 
 
 def shown(text):
-    """Return the flags of a help text, each with the value that it is shown with."""
+    """Return the flags of a help text, each with its shown value."""
     return dict(re.findall(r"^  --(\w+)(?:=(\S*))?", text, re.MULTILINE))
 
 
@@ -70,7 +70,7 @@ def test_the_flags_that_most_runs_set_come_first(call):
     assert last[0].startswith("  For developers of this package: step_seconds, ")
     assert len(text.splitlines()) < 100
 
-    # With a method its own arguments are explained too; all have the others.
+    # With a method, help has its arguments too; other flags are always there.
     assert "pair_pull" in shown(call(BRIEF, "--method=noloco")[0])
     in_full = call(FULL)[0]
     assert list(shown(in_full))[: len(MAIN) + 2] == ["preset", "workdir", *MAIN]
@@ -99,7 +99,7 @@ def test_values_on_the_command_line_are_shown(call):
 def test_arguments_of_several_methods_are_all_explained(call):
     values = shown(call(SEVERAL, "--preset=tiny")[0])
     assert values.keys() >= {name for method in METHODS for name in defaults(method)}
-    # What holds for whoever takes it; else the method's own, which are not alike.
+    # A value for all methods is shown; defaults of methods, which differ, are not.
     assert (values["sync_interval"], values["outer_lr"]) == ("40", "")
 
 

@@ -1,4 +1,4 @@
-"""Which method and its numbers: what is taken, what is refused, files old and new."""
+"""A method and its arguments: accepted and refused values, files old and new."""
 
 import json
 import math
@@ -118,7 +118,7 @@ def mine(
     boldness: "float | None" = None,
     mood: "Literal['calm', 'brave'] | None" = None,
 ):
-    """A method that somebody adds.
+    """A method that a user adds.
 
     Args:
       sync_interval: H.

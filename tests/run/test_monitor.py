@@ -223,7 +223,7 @@ class TestCommands:
         assert warning.count("\n") == 1
 
     def test_a_flood_of_events_is_dropped_without_waiting(self, tmp_path, capfd):
-        """Commands that wait for this test's own file to be written."""
+        """The commands wait for a file that the test writes."""
         gate = tmp_path / "gate"
         command = f"while [ ! -e {gate} ]; do sleep 0.01; done"
 

@@ -1,4 +1,4 @@
-"""How processes meet and what they agree on, as far as one process can tell."""
+"""How processes connect and agree, as far as one process can test it."""
 
 import socket
 import subprocess

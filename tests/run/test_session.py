@@ -1,4 +1,4 @@
-"""Setting a run up: what is refused before anything compiles."""
+"""Setting up a run: errors before anything compiles, folders and records."""
 
 import errno
 import json
@@ -101,7 +101,7 @@ def test_a_run_that_began_meanwhile_keeps_its_configuration(tmp_path):
     other = PRESET.replace(seed=5).resolve()
     resume.check_workdir(other, tmp_path)
     with resume.only_writer(tmp_path):
-        resume.claim(other, tmp_path)  # Training tells that somebody is there.
+        resume.claim(other, tmp_path)  # Training shows that the folder is in use.
     assert not (tmp_path / "config.json").exists()
 
     resume.claim(config, tmp_path)
@@ -184,11 +184,11 @@ with only_writer(pathlib.Path(sys.argv[1])):
 
 
 class TestRecordsOfAnotherNumberOfProcesses:
-    """What a process wrote up to the checkpoint stays, whoever goes on."""
+    """Records up to the checkpoint stay, whichever process resumes."""
 
     @pytest.fixture
     def written(self, tmp_path):
-        """Records of steps 1 to 4 here and in process_1, and what a save at 3 kept."""
+        """Records of steps 1 to 4 here and in process_1, and extras of a save at 3."""
         saved = []
         for folder in (tmp_path, tmp_path / "process_1"):
             with MetricsWriter(folder) as writer:

@@ -1,4 +1,4 @@
-"""Where elastic regions are, what is refused, and where one begins if left alone."""
+"""Places of elastic regions, refused flags, and where a region begins."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_a_region_that_took_part_in_a_run_does_not_restart_it_alone(tmp_path):
 @pytest.mark.parametrize(
     ("regions", "own_step", "reached", "message"),
     [
-        ((0, 1, 2), 0, 44, ""),  # All of them begin anew.
+        ((0, 1, 2), 0, 44, ""),  # All of them start at step 0.
         ((1,), 40, 44, "region 1 leads the run from its own step 40; regions [0, 2]"),
         ((0, 1), 0, 0, "regions [2] did not answer within start_s=7: region 1 goes on"),
     ],
@@ -92,7 +92,7 @@ def test_the_last_common_model_is_that_of_the_missing_regions():
     turns = (
         (1, (1, 2, 3), {0}, 1),
         (2, (1, 2, 3), {0}, 1),
-        (3, (2, 3), {1}, 3),  # Of 0 no more: what all others have done since is more.
+        (3, (2, 3), {1}, 3),  # Not 0: the others have a later model in common.
         (4, (0, 2, 3), {1}, 3),
         (5, (1, 2, 3), {0}, 5),
         (6, (0, 1, 2, 3), set(), None),
@@ -109,7 +109,7 @@ def test_the_last_common_model_is_that_of_the_missing_regions():
     [({1}, True), ({0}, False)],
     ids=["the leader was lost", "another region was"],
 )
-def test_what_is_in_common_with_the_leader_decides_what_is_carried(missed, has_shared):
+def test_a_model_in_common_with_the_leader_is_carried(missed, has_shared):
     shared = ({"w": np.zeros(2)},)
     carried = Carried(mock.Mock(), shared, frozenset(missed), boot=5)
     assert carried.to_join(leader=1) == carried._replace(
@@ -122,8 +122,8 @@ def test_what_is_in_common_with_the_leader_decides_what_is_carried(missed, has_s
 def test_data_are_skipped_before_it_asks_to_join(
     monkeypatch, tmp_path, at, then, is_carried
 ):
-    """The others are at step 43, and at 45 when that is read; then a copy comes, or
-    they have ended meanwhile."""
+    """The others are at step 43, and at 45 once data are skipped; then a copy arrives,
+    or they have ended meanwhile."""
     done = []
     state = mock.Mock(step=8)
     copy = at and Snapshot(at, {}, ())
@@ -251,7 +251,7 @@ def test_a_region_of_several_processes_sees_no_lateness_by_its_own_clock():
 
 
 def test_marks_of_applied_syncs_are_reported_a_turn_later():
-    """Of two syncs of a fragment in one turn, what is there is of the last."""
+    """If a fragment has two syncs in a turn, its value is that of the last."""
     link = mock.Mock(view=view(0, 1), place=PLACE)
     link.at.return_value = {}
     reporter = reporting.Reporter(mock.Mock(), link)
@@ -262,7 +262,7 @@ def test_marks_of_applied_syncs_are_reported_a_turn_later():
 
     marks = []
     end_s = time.monotonic() + 20
-    while len(marks) < 2 and time.monotonic() < end_s:  # Nothing waits for a digest.
+    while len(marks) < 2 and time.monotonic() < end_s:  # No step waits for a digest.
         reporter.report(state, syncs)
         syncs = []
         marks += link.at.call_args.args[1]
@@ -276,7 +276,7 @@ def test_marks_of_applied_syncs_are_reported_a_turn_later():
 def test_a_life_that_returns_takes_the_next_number(
     carried, last_boot, monkeypatch, tmp_path
 ):
-    """So it is older than any start since."""
+    """Its number is lower than that of any later start."""
     made = {}
 
     def of_process(place, process, num, make_link, *_):

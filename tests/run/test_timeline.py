@@ -1,4 +1,4 @@
-"""What a run's clock said, from its files: by hand, and what is refused."""
+"""The timeline of a run, from its files: by hand, and damaged ones."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def test_a_timeline_has_the_marks_and_syncs_of_every_process(recorded_run):
     first, second = measured.syncs
     assert (first.fragments, first.start_step, first.merge_step) == ((0,), 0, 2)
 
-    # Everybody has to be there: the later start, the later merge.
+    # A sync starts and is merged with the later process.
     assert (second.start_s, second.arrival_s, second.merge_s) == (2.5, 5.0, 5.5)
 
 
@@ -37,7 +37,7 @@ def test_a_process_of_an_earlier_start_is_left_out(recorded_run):
 
 
 def test_steps_during_a_sync_are_timed_apart_from_steps_without_one():
-    """2 s a step with a sync on its way, 1 s without; waiting is neither.
+    """2 s a step with a sync in flight, 1 s without; waiting counts as neither.
 
     One step beside a sync and one alone; two alone; two beside; a second of waiting and
     two alone.
@@ -74,7 +74,7 @@ def test_without_a_sync_steps_in_flight_have_no_time():
 
 
 def test_the_exposed_share_of_a_run_is_read_from_its_files(recorded_run):
-    """Sync 1 is on its way until 5, and waited for from 4.5 to 5.5, of 7.5 seconds."""
+    """Sync 1 is in flight until 5, and waited for from 4.5 to 5.5, of 7.5 seconds."""
     share = timeline.exposed_share(recorded_run, 2)
     assert share == timeline.read(recorded_run, 2).exposed_share == 0.5 / 5.5
     assert timeline.exposed_share(recorded_run / "process_1", 2) == 0.5 / 5
@@ -143,7 +143,7 @@ def test_a_damaged_configuration_is_named(recorded_run, content):
 def test_a_resumed_run_keeps_the_timeline_before_its_checkpoint(
     recorded_run, recorded_sync
 ):
-    """Cut at step 4: what was done after it is done again, later."""
+    """Cut at step 4: later steps are done again."""
     again = {
         "marks": [[6, 30.0]],
         "syncs": [recorded_sync(0, 4, 6, 28.0, 29.0, 30.0, 0.5)],
@@ -159,6 +159,6 @@ def test_a_resumed_run_keeps_the_timeline_before_its_checkpoint(
         (4, 6),
     ]
 
-    # From the beginning: nothing is kept.
+    # A run from step 0 keeps nothing.
     timeline.save(recorded_run, again, first_step=0)
     assert json.loads((recorded_run / "timeline.json").read_text()) == again

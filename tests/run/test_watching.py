@@ -84,7 +84,7 @@ class Lab:
                 while big and self.random.random() < self.shares.get((region, dest), 0):
                     seconds += 1.0
 
-            # Nothing overtakes.
+            # Messages stay in order.
             at = max(self.now + seconds, self.last[region, dest])
             self.last[region, dest] = at
             entry = (at, next(self.order), dest, region, member.boot, message)
@@ -102,7 +102,7 @@ class Lab:
         member.oldest_step = min((s for _, s in self.waits[region]), default=steps)
 
     def burst_s(self, sender, receiver):
-        """What a message takes longer where either is busy, or now and then."""
+        """Return the extra seconds of a message if an end is busy, or at random."""
         if not self.has_bursts:
             return 0.0
 
@@ -146,7 +146,7 @@ class Lab:
             self.now += TICK_S
 
             if not self.is_stopped(self.straggler):
-                for entry in self.held:  # All at once, as it goes on.
+                for entry in self.held:  # All at once when it wakes.
                     heapq.heappush(self.heap, (self.now, *entry))
                 self.held.clear()
 
@@ -179,7 +179,7 @@ class Lab:
         return read_lines(self.folder / str(region) / FAULTS_FILE, dict)
 
     def newest_mean(self, region):
-        """Return whose messages are in it."""
+        """Return the regions of the newest mean."""
         return self.means[region][max(self.means[region], key=lambda sync: sync[1])]
 
     def named(self, region=0, what="begins"):
@@ -204,11 +204,11 @@ def lab(tmp_path):
 
 def test_a_straggler_is_named_and_the_others_do_not_wait_for_it(lab):
     lab.step_s[2] = 4.0
-    lab.run(4 * FIVE_SYNCS_S)  # It is its own next syncs that tell, of 40 s each.
+    lab.run(4 * FIVE_SYNCS_S)  # Its own next syncs, of 40 s each, show it.
     for region in range(NUM):
         assert lab.named(region) == [("slow", (2,))]
     assert lab.faults()[0]["seconds"] > 3
-    # 4 s of grace every 10 s, and no more.
+    # Only 4 s of grace every 10 s.
     assert lab.steps[0] > FAULT_AT_S + 4 * FIVE_SYNCS_S * 0.6
 
     lab.step_s[2] = 1.0
@@ -217,7 +217,7 @@ def test_a_straggler_is_named_and_the_others_do_not_wait_for_it(lab):
 
 
 def test_a_process_that_stops_and_goes_on_again_and_again_is_slow(lab):
-    """Its messages and those to it come late too, and nobody else is named for it."""
+    """Messages from and to it are late too, but no link or other region is named."""
     lab.straggler = 2
     lab.run(5 * 5 * SYNC_STEPS)
     for region in {0, 1, 3}:
@@ -273,14 +273,14 @@ def test_a_partition_is_named_on_both_sides(lab):
 
 
 def test_a_partition_among_the_patient_is_named(tmp_path):
-    """Where silence is borne for long, the matrix tells of it."""
+    """With a long dead_after_s the matrix of times shows the silence."""
     lab = Lab(tmp_path, dead_after_s=600, grace_s=2)
     lab.run(FAULT_AT_S)
     leader = lab.members[0].coordinator
     part = {leader, (leader + 1) % NUM}
     rest = set(range(NUM)) - part
     cut(lab, part)
-    lab.run(FIVE_SYNCS_S + 20)  # Who is silent is waited for a while.
+    lab.run(FIVE_SYNCS_S + 20)  # Means wait a while for a silent region.
 
     named = lab.named(leader)
     parted = ("partition", tuple(part if 0 in rest else rest))
@@ -327,7 +327,7 @@ def test_messages_go_around_a_link(tmp_path):
 
 @pytest.mark.parametrize("is_from_it", [True, False])
 def test_the_list_goes_around_a_link_of_the_coordinator(tmp_path, is_from_it):
-    """Another region coordinates, by whose lists the means are there in time."""
+    """Another region coordinates, whose lists make the means arrive in time."""
     lab = Lab(tmp_path, on_fault="route", grace_s=20, dead_after_s=60)
     lab.run(FAULT_AT_S)
     leader = lab.members[0].coordinator

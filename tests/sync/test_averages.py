@@ -1,4 +1,4 @@
-"""What the mean over regions is taken of: by hand, and what goes with it."""
+"""Averages over regions other than the plain mean, and averages of moments."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ KEY = sync_key(0, 8)
 
 
 def averaged(average, parts, weights=None, key=None):
-    """What regions' fragments come to, in NumPy but for the average itself."""
+    """Average regions' fragments, in NumPy but for the average itself."""
     made = [average.before(part, key) for part in parts]
     weights = np.full(len(parts), 1 / len(parts)) if weights is None else weights
     mean = jax.tree.map(
@@ -42,7 +42,7 @@ def test_lengths_and_directions_by_hand():
     weighted = averaged(RDA, parts, [0.75, 0.25])["w"]
     direction = np.array([0.75, 0.25]) / np.hypot(0.75, 0.25)
     np.testing.assert_allclose(weighted, 5 * direction, rtol=1e-6)
-    # A region that is late counts for nothing, with weight 0.
+    # A late region has weight 0.
     np.testing.assert_allclose(averaged(RDA, parts, [1, 0])["w"], [6, 0], rtol=1e-6)
 
 

@@ -156,7 +156,7 @@ def test_options_of_experts_are_refused_without_experts(call, message):
 
 
 def _drawn(num_regions, shape=(2, 3)):
-    """Pseudo-gradients of regions with counts; expert [0, 1] was trained by nobody."""
+    """Pseudo-gradients of regions with counts; no region trained expert [0, 1]."""
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 5, (num_regions, *shape)).astype(float)
     counts[:, 0, 1] = 0
@@ -199,7 +199,7 @@ def test_experts_are_weighed_by_their_tokens():
         "blocks/moe/experts/up": wanted,
     }
     assert_all_close(experts_mean, expected, rtol=1e-5, atol=1e-6)
-    assert not wanted[0, 1].any()  # Nobody trained it.
+    assert not wanted[0, 1].any()  # No region trained it.
     np.testing.assert_allclose(wanted[1, 2], weights[0, 1, 2])  # One region did.
 
 
@@ -220,7 +220,7 @@ def test_a_compressed_message_has_exact_counts():
     arrived = message.by.decode(sent)
     np.testing.assert_array_equal(arrived[path], parts[0][path])
 
-    # What is left is of the update, however many tokens the expert was given.
+    # The rest is of the update, whatever the number of tokens.
     name = "blocks/moe/experts/up"
     counts = -parts[0][path][..., None, None] / TOKEN_UNIT
     left = counts * (parts[0][name] - memory.residual[name])
@@ -311,7 +311,7 @@ def test_tokens_behind_a_gap_are_counted_over_regions():
     local["blocks/0/moe/experts/tokens"] = counts
     is_count = USER_INPUTS.token_counts
     assert gap("tokens", part, local, 2, is_count) == 4.0
-    assert gap("tokens", part, local, 2) == -1.0  # By its name nothing is one.
+    assert gap("tokens", part, local, 2) == -1.0  # No leaf is one by its name.
 
     dense = {"norm": jnp.zeros(3)}
     assert gap("tokens", dense, {"norm": jnp.zeros((1, 3))}, 2, is_count) == -0.5

@@ -1,4 +1,4 @@
-"""What a merge does to an optimizer's state, and random state of each region's own."""
+"""Effects of a merge on an optimizer's state, and random state of each region."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ FREE = optax.contrib.schedule_free_sgd(0.1)
 
 
 class Anchored(NamedTuple):
-    """State of a user's own optimizer, which draws to an anchor."""
+    """State of a user's optimizer, which pulls towards an anchor."""
 
     anchor: Any
 
@@ -35,7 +35,7 @@ def anchored():
 def test_a_copy_moves_as_the_parameters_do():
     state = cc.merge_opt_state(FREE.init(OLD), OLD, NEW)
     np.testing.assert_array_equal(state.z["b"], NEW["b"])
-    # What a merge left alone has the same bits.
+    # Other leaves have the same bits.
     np.testing.assert_array_equal(state.z["w"], OLD["w"])
     # So do all sequences: x too.
     moved = optax.contrib.schedule_free_eval_params(state, NEW)

@@ -22,7 +22,7 @@ def fragment():
 
 @pytest.fixture
 def parts():
-    """A region's own fragment, the one it staged, and the new outer one."""
+    """A region's local fragment, its staged one, and the new outer one."""
     return fragment(), fragment(), fragment()
 
 
@@ -62,7 +62,7 @@ def outer_product(x, s, o, nu):
 PUBLISHED = delay_compensation(curvatures.get("outer_product", sync_interval=7), 2.0)
 OF_ADAM = curvatures.get("adam_second_moment")
 HALVED = optax.chain(delay_compensation("isotropic", 0.5), optax.scale(0.5))
-# The rule, the delay, and what becomes of local x, staged s and outer o by Adam's nu.
+# A rule, the delay, and the merge of local x, staged s and outer o with Adam's nu.
 RULES = {
     "replace": (merge.replace(), 3, taken),
     "mix, nothing kept": (merge.mix(0.0), 3, taken),

@@ -1,4 +1,4 @@
-"""Messages, at a sync and at every step: their parts, their bytes, what they refuse."""
+"""Messages at a sync and at every step: their parts, bytes and errors."""
 
 import itertools
 
@@ -64,7 +64,7 @@ def test_a_compressed_message_has_the_bytes_and_memory_of_its_codec():
 
 @pytest.mark.parametrize(("rank", "sent"), [(2, 2), (8, 8), (0, 8)])
 def test_a_ranked_message_sends_factors_of_its_rank(rank, sent):
-    """Before a schedule has set a rank it is the first, 8."""
+    """The rank is the first one, 8, until a schedule sets another."""
     assert ranked().at(rank).num_bytes(PART, 4) == 4 * sent * (64 + 32)
 
 
@@ -105,7 +105,7 @@ def test_sums_of_decoded_messages(dtype):
 
 
 def exchange(made, *rounds):
-    """What regions make of their gradients, `[M, n]` a round."""
+    """Return the updates that regions compute from gradients, `[M, n]` a round."""
 
     @jax.jit
     def one_round(gradients, state):
@@ -130,7 +130,7 @@ def test_mean_gradients_need_no_gathering():
 
 
 def test_compressed_gradients_with_memory():
-    """What was too small at first, 3, comes with the 1 of the second step."""
+    """The residual 3 of the first step is sent with the 1 of the second."""
     compressor = compression.error_feedback(top_k(0.5))
     made = per_step.compressed_gradients(compressor)
     gradients = [[4.0, 3.0], [0.0, 2.0]], [[0.0, 1.0], [0.0, 2.0]]
@@ -160,7 +160,7 @@ def test_the_compressor_of_a_momentum_is_replaced_and_its_decay_stays():
     assert exchange(made, *gradients) == [[1.0, -1.0], [-1.0, 1.0]]
 
 
-# --- Rings: who passes on to whom, and how much is sent ---
+# --- Rings: the order of regions, and the bytes sent ---
 
 
 @pytest.mark.parametrize("num_places", range(1, 13))

@@ -1,4 +1,4 @@
-"""A method and its outer optimizer: parts that do not go together say why."""
+"""A method and its outer optimizer; parts that do not go together are refused."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Who is left out of a mean, and robust means, against NumPy."""
+"""Exclusion of outliers from a mean, and robust means, against NumPy."""
 
 import math
 
@@ -125,7 +125,7 @@ def test_the_length_of_a_message_that_is_not_finite_is_nan(params, message):
 
 @pytest.mark.parametrize("name", ["fp4", "stat2", "ef+topk:0.5", "lowrank:1+int4"])
 def test_a_message_that_is_replaced_by_zeros_decodes_to_zero(name):
-    """What nonsense is replaced by, so that weight 0 is nothing."""
+    """Bad messages are replaced by it, so that weight 0 gives no NaN."""
     compressor = compression.parse(name)
 
     @jax.jit

@@ -1,7 +1,7 @@
-"""What Optax asks of a contributed transformation, asked of every one of ours.
+"""Optax's tests of contributed transformations, for every one of ours.
 
-Each case runs under jit, vmap, shard_map, masks and wrappers, and must give what the
-plain call gives, in the dtypes it was given, compiling once.
+Each case runs under jit, vmap, shard_map, masks and wrappers, and must give the results
+of a plain call, keep dtypes, and compile once.
 """
 
 import functools
@@ -31,7 +31,7 @@ NUM_REGIONS = 4
 
 class Case(NamedTuple):
     factory: Any
-    options: dict  # what inject_hyperparams sees; numbers become arrays
+    options: dict  # Hyperparameters that inject_hyperparams turns into arrays.
     static: tuple = ()
 
 
@@ -132,7 +132,7 @@ def assert_close(actual, wanted, rtol=1e-5):
 
 
 def over_shards(fn):
-    """Each region on a device of its own."""
+    """Each region has a device of its own."""
     mesh = jax.make_mesh(
         (NUM_REGIONS,), ("region",), axis_types=(jax.sharding.AxisType.Auto,)
     )
@@ -179,7 +179,7 @@ def test_keeps_dtypes_and_compiles_once(name):
     assert jax.tree.map(lambda x: x.dtype.type, updates) == dtypes
 
 
-# What Optax promotes itself, it cannot: bias corrections by a count.
+# Optax promotes its bias corrections by a count.
 @pytest.mark.parametrize("name", [x for x in CASES if x not in ("mt_adam", "muon")])
 def test_no_dtype_is_promoted_implicitly(name):
     with jax.numpy_dtype_promotion("strict"):

@@ -1,4 +1,4 @@
-"""Delay compensation: its sign, its units, its trust region, and what it reports.
+"""Delay compensation: its sign, units, trust region and reported ratio.
 
 - On a quadratic with the exact Hessian it gives the undelayed gradient to rounding,
   and with the sign flipped doubles the error.

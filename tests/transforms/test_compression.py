@@ -229,7 +229,7 @@ def test_values_beyond_float16_saturate():
     "text", [x for x in EXPRESSIONS if "low_rank" not in x and "every" not in x]
 )
 def test_a_nan_is_not_hidden_among_many_numbers(text):
-    """XLA's maximum of many numbers may leave it out where that of few does not."""
+    """XLA's maximum of many numbers may drop a NaN that its maximum of few keeps."""
     x = np.random.default_rng(0).normal(size=(70, 66)).astype(np.float32)
     x[3, 3] = np.nan
     back = np.asarray(round_trip(text, x))
@@ -295,7 +295,7 @@ def test_a_state_that_is_not_its_own_is_refused(text, kind):
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
 def test_counters_are_not_rounded(text):
-    """Integers come back as they were, or are refused by name."""
+    """Integers survive unchanged, or are refused by name."""
     built = compression.parse(text)
     tree = {"count": jnp.arange(12), "w": jnp.ones((4, 3))}
     if text == "identity":
@@ -304,7 +304,7 @@ def test_counters_are_not_rounded(text):
         return
 
     message = "takes float arrays, but the leaf 'count' is of dtype int32, which it"
-    if "matrices" in text:  # Vectors go whole.
+    if "matrices" in text:  # Vectors are sent in full.
         tree = {"count": jnp.ones((4, 3), int)}
     with pytest.raises(ValueError, match=message):
         built.encode(tree, built.init(tree), jax.random.key(0))
@@ -494,7 +494,7 @@ def test_messages_and_the_residual_add_up_to_the_input(inner):
         # 20 additions in float32.
         np.testing.assert_allclose(sent + state.residual["w"], meant, atol=1e-4)
 
-    # The residual stays bounded, so the mean of what was sent approaches the meant.
+    # The residual stays bounded, so the mean of the messages approaches the input's.
     assert max(residuals[10:]) < 2.5 * max(residuals[:10])
 
 
@@ -514,14 +514,14 @@ def test_bfloat16_trees_keep_a_float32_residual():
         sent = sent + np.asarray(back, np.float32)
 
     assert state.residual.dtype == jnp.float32
-    # 64 * 2**-9, or one code (1/7) more: nothing of it lost to bfloat16.
+    # 64 * 2**-9, or one code (1/7) more: bfloat16 loses none of it.
     np.testing.assert_allclose(sent + state.residual, [64.0, 0.125], rtol=1e-5)
 
 
 # --- regions ---
 
 
-# Each codec once, by itself or in what sends or remembers a part.
+# Each codec once, alone or inside of another compressor.
 QUICK = (
     "bfloat16",
     "int4(stochastic=True)",

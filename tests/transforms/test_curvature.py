@@ -241,7 +241,7 @@ def test_wrong_arguments_are_named(build, message):
 
 
 def test_a_learning_rate_of_zero_gives_no_correction():
-    """Schedules end there; a rate above it has g g D / (rate H)."""
+    """Schedules end at zero; a positive rate gives g g D / (rate H)."""
     chosen = curvature.outer_product(sync_interval=10, units="gradient")
     g = jnp.array([1e-3, 0.0])
     d = jnp.array([2.0, 3.0])
@@ -278,7 +278,7 @@ def test_samples_of_bfloat16_are_summed_wide():
 
 
 def test_a_rate_of_float16_does_not_underflow():
-    """1e-5 times 1e-3 is below what float16 has."""
+    """1e-5 times 1e-3 is below the smallest number of float16."""
     params = jnp.ones(1, jnp.float16)
 
     product = curvature.hessian_vector(units="parameter").product(

@@ -79,7 +79,7 @@ def state_of(rank):
 @pytest.mark.parametrize("rank", [1, 2, 5, 6])
 @pytest.mark.parametrize("old_rank", [1, 2, 5, 6])
 def test_a_resized_state_is_one_of_its_rank(old_rank, rank):
-    """At rank 6 all are sent whole, at 1 the smallest matrix is not."""
+    """At rank 6 all are sent in full, at 1 the smallest matrix is not."""
     state = state_of(old_rank)
     resized = RESIZE(state, TREE, rank)
     new = low_rank.low_rank(rank)
@@ -183,7 +183,7 @@ def test_a_resized_stack_keeps_its_columns():
     np.testing.assert_array_equal(back.right[0], state.right[0])
 
 
-# --- PowerSGD's own order -----------------------------------------------------------
+# --- The order of PowerSGD ----------------------------------------------------------
 
 
 def power_sgd_round(trees, states):
@@ -216,7 +216,7 @@ def test_power_sgd_of_one_region_is_low_rank_with_error_feedback():
 
 
 def test_power_sgd_of_many_regions_is_low_rank_of_their_mean():
-    """Where each region's own factors of rank 2 would add up to rank 6."""
+    """Factors of rank 2 of each region would add up to rank 6."""
     trees = [{"w": matrix(12, 10, 6, seed)} for seed in range(3)]
     arrived, states = power_sgd_round(trees, [power_sgd.init(t, 2) for t in trees])
     mean = np.mean([t["w"] for t in trees], axis=0)
@@ -227,7 +227,7 @@ def test_power_sgd_of_many_regions_is_low_rank_of_their_mean():
     assert np.linalg.matrix_rank(arrived["w"], tol=1e-4) == 2
     np.testing.assert_allclose(states[1].right[0], state.right[0], atol=1e-4)
 
-    # What their mean missed, and nothing of how they differ.
+    # The part that their mean missed, without the differences between regions.
     missed = np.mean([s.residual["w"] for s in states], axis=0)
     np.testing.assert_allclose(missed, mean - arrived["w"], atol=1e-5)
 
@@ -237,7 +237,7 @@ def test_power_sgd_of_many_regions_is_low_rank_of_their_mean():
 
 
 def test_a_tensor_sent_in_full_has_no_residual():
-    """However much regions disagree, as for A_m - A^ it would be."""
+    """A residual A_m - A^ would hold the differences between regions."""
     trees = [{"b": np.ones(3, np.float32)}, {"b": -np.ones(3, np.float32)}]
     states = [power_sgd.init(t, 6) for t in trees]
     for _ in range(2):

@@ -226,7 +226,7 @@ def test_against_numpy(numbers):
 
 
 def corrected_by(m, g, **options):
-    """What becomes of g when the momentum is m: all of it, as mu = 0 forgets m."""
+    """Return the update of g with the momentum m, which mu = 0 then forgets."""
     transform = heloco.scale_by_heloco(0.0, **options)
     state = heloco.AveragedMomentumState(jnp.asarray(m))
     return transform.update(jnp.asarray(g), state)[0]

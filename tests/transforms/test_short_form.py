@@ -1,4 +1,4 @@
-"""The short form names the compressors of the long one; errors of both say why."""
+"""The short form names the compressors of the long one; errors name the repair."""
 
 import inspect
 import re
@@ -34,7 +34,7 @@ PAIRS = {
 
 
 def program_of(built):
-    """Its operations as they are written, their constants, and what comes out."""
+    """Return the written operations, their constants, and the results."""
 
     def encode(x):
         # Twice, so that a decay shows.

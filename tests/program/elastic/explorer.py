@@ -66,7 +66,7 @@ AT_ONCE = 2
 
 
 class Unmeasured:
-    """In place of what only measures: it decides nothing."""
+    """A stand-in for measurements, which decide nothing."""
 
     wait_s = sync_s = 0.0
 
@@ -82,7 +82,7 @@ def ignored(*_):
 
 @dataclasses.dataclass
 class Life:
-    """One life of a region, and what its run has done."""
+    """One life of a region, and the progress of its run."""
 
     member: Member
     born: int  # Round.
@@ -127,7 +127,7 @@ class World:
 
     def start(self, region, boot=None, step=0, is_new=True, listens=True):
         self.boots += 1
-        # Whatever the clocks say, no two lives have one number.
+        # No two lives have one number, whatever the clocks.
         boot = (boot or self.boots << 22) + (self.boots << 4) * is_new
         place = dataclasses.replace(self.place, region=region)
         member = Member(place, boot, step, float(self.round), is_new)
@@ -363,7 +363,7 @@ def come_back(world):
 
 
 def settles(world):
-    """Whether all go on once the faults are over; a run that ends begins again."""
+    """Return whether every region goes on once the faults are over; runs restart."""
     for _ in range(SETTLES):
         play(world, {})
         for region in range(world.num):
@@ -372,7 +372,7 @@ def settles(world):
                 world.starts.append((world.round, region, None))
         for life in [x for x in world.lives if x.member.is_in and x.step is None]:
             if world.round - life.member.entered_at > TIMING.dead_after_s:
-                world.lives.remove(life)  # Its copy was lost: it is started again.
+                world.lives.remove(life)  # Its copy was lost: it restarts.
 
     views = {x.member.view.epoch for x in world.lives}
     steps = [x.step or 0 for x in world.lives]

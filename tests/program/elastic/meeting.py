@@ -14,7 +14,7 @@ TIMING = Timing(beat_s=0.05, dead_after_s=60, grace_s=300, start_s=60)
 
 
 def places(num, via=None, **options):
-    """Places of as many regions."""
+    """Return a place for each region."""
     if via is None:
         where = {"addresses": free_addresses(num)}
     else:

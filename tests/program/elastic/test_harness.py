@@ -135,7 +135,7 @@ def test_a_clock_that_is_set_back_across_a_restart_loses_no_region(make):
 
 
 def test_a_region_that_wakes_does_not_merge_alone(make):
-    """Long after the others went on without it, it comes back in its process."""
+    """The others went on without it for long; it comes back in its process."""
     regions = make(3)
     first, second, third = map(regions.start, range(3))
     regions.synced(first, regions=[0, 1, 2])
@@ -148,7 +148,7 @@ def test_a_region_that_wakes_does_not_merge_alone(make):
 
 
 def assert_newer_goes_on(regions, newer, older):
-    """The older life of region 1 ends, and says why; the newer one takes part."""
+    """Check that the older life ends with a reason, and the newer one goes on."""
     code, err = ends(older)
 
     assert code == 2
@@ -163,7 +163,7 @@ def assert_newer_goes_on(regions, newer, older):
 @pytest.mark.parametrize("make", ["folder"], indirect=True)
 @pytest.mark.parametrize("wakes", ["early", "late"])
 def test_the_newer_of_two_lives_of_a_region_goes_on(make, wakes):
-    """The older is woken before the newer has its seat, or long after."""
+    """The older life wakes before the newer one has its seat, or long after."""
     regions = make(2)
     other = regions.start(0)
     older = regions.start(1)
@@ -182,9 +182,10 @@ def test_the_newer_of_two_lives_of_a_region_goes_on(make, wakes):
 @pytest.mark.parametrize("make", ["sockets"], indirect=True)
 @pytest.mark.parametrize("wakes", ["early", "late"])
 def test_an_older_life_ends_once_a_newer_one_at_its_address_has_a_seat(make, wakes):
-    """As where a scheduler moves a region, and its name with it.
+    """A scheduler moves a region, and its name with it.
 
-    Nobody connects to the older life any more; the others answer on its connections.
+    The others connect only to the newer life; they answer on the older one's
+    connections.
     """
     regions = make(2)
     of_other, of_older, of_newer = free_addresses(3)

@@ -1,4 +1,4 @@
-"""A region of several processes: all are told what one of them hears."""
+"""A region of several processes: one of them has the link and informs the others."""
 
 import concurrent.futures
 import functools
@@ -19,7 +19,7 @@ from tests.program.elastic import meeting
 
 
 def at_once(act, things):
-    """What `act` returns or raises of each thing, each in a thread of its own."""
+    """Return what `act` returns or raises for each thing, each in its own thread."""
 
     def do(thing):
         try:
@@ -35,7 +35,7 @@ def at_once(act, things):
 
 
 def meet(place, num, make_link=None):
-    """The links of all processes of a region."""
+    """Return the links of all processes of a region."""
     values = [None] * num
     barrier = threading.Barrier(num)
 
@@ -54,7 +54,7 @@ def meet(place, num, make_link=None):
 @pytest.fixture(params=["sockets", "folder"])
 def regions(request, tmp_path, monkeypatch):
     """A region of one process, and one of three."""
-    monkeypatch.setattr(objects, "_STAY_S", 0.2)  # What a folder's end takes.
+    monkeypatch.setattr(objects, "_STAY_S", 0.2)  # Closing a folder takes so long.
     via = tmp_path if request.param == "folder" else None
     places = meeting.places(2, via)
     links = [Link(places[0], "run", 1000)], meet(places[1], 3)
@@ -78,7 +78,7 @@ def test_every_process_of_a_region_takes_the_same_decisions(regions):
     assert all(dict(decision.rows) == {0: b"a", 1: b"b"} for decision in decisions)
     assert dict(sent.result(30).rows) == {0: b"a", 1: b"b"}
 
-    # A decision may come before it is asked for, and is kept until it is applied.
+    # A decision may arrive before it is expected, and is kept until it is applied.
     single.send((1, 6), b"c")
     three[0].send((1, 6), b"d").result(30)
     time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Real sockets: who has the key takes part, who has not is not heard."""
+"""Real sockets: regions with the key take part; messages without it are ignored."""
 
 import concurrent.futures
 import contextlib
@@ -45,7 +45,7 @@ def test_two_regions_meet_average_and_part_and_one_comes_back(places):
             mean([first, second], 4)
             assert first.at(5) == {}
 
-        # It has left: nobody waits for it.
+        # It has left, and no region waits for it.
         assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
 
         with Link(two, "run", 1000, is_announced=False) as second:
@@ -74,7 +74,7 @@ def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
         killed = Link(two, "run", 1000)
         join(first, killed)
         mean([first, killed], 4)
-        killed._ended = True  # It says no more, not even that it leaves.
+        killed._ended = True  # It sends no more, not even that it leaves.
         killed._thread.join()
         assert dict(first.send((0, 8), b"c").result(30).rows) == {0: b"c"}
         with Link(two, "run", 1000) as second:
@@ -85,7 +85,7 @@ def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
 
 @pytest.mark.parametrize("kind", ["plain", "curve", "bytes"])
 def test_messages_of_a_stranger_are_ignored(kind):
-    """Somebody who knows an address, and perhaps some key."""
+    """The stranger knows an address, and perhaps another key."""
     (place,) = meeting.places(1)
     letter = messages.pack(
         messages.Letter("run", 0, 2**40, Row(Epoch(1), (0, 1), b"x" * 100))
@@ -107,7 +107,7 @@ def test_messages_of_a_stranger_are_ignored(kind):
                 out.send_multipart(letter)
                 time.sleep(0.5)
 
-        assert link.strangers == 0  # Not even taken for a message.
+        assert link.strangers == 0  # It does not even count as a message.
         assert dict(link.send((0, 3), b"r").result(20).rows) == {0: b"r"}
 
 
@@ -132,10 +132,10 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
 
             assert len(first._channel._door._waiting) <= 2 * sockets._MAX_WAITING
             end = time.monotonic() + 4 * sockets.HANDSHAKE_MS / 1000
-            for connection in connections:  # What was let wait is given up in seconds.
+            for connection in connections:  # Waiting connections end after seconds.
                 connection.settimeout(max(end - time.monotonic(), 0.01))
                 with contextlib.suppress(ConnectionResetError):
-                    while connection.recv(4096):  # ZeroMQ's own greeting, then the end.
+                    while connection.recv(4096):  # ZeroMQ's greeting, then the end.
                         pass
             assert not lost.poll(0)
         finally:
@@ -171,7 +171,7 @@ def test_a_handshake_is_no_larger_than_a_piece_of_a_message():
 def test_a_stranger_at_a_regions_address_gets_no_more_memory_than_one_that_connects(
     monkeypatch,
 ):
-    monkeypatch.setattr(sockets, "_GIVE_UP_S", 60)  # It opens no connection anew.
+    monkeypatch.setattr(sockets, "_GIVE_UP_S", 60)  # It opens no second connection.
     greeting = b"\xff" + bytes(8) + b"\x7f\3\1" + b"CURVE".ljust(20, b"\0")
     greeting += b"\1" + bytes(31)  # It listens.
     with socket.create_server(("127.0.0.1", 0)) as stranger:
@@ -294,7 +294,7 @@ def test_a_wait_for_a_mean_ends_when_the_region_is_asked_to_stop(places, capfd):
         first.should_stop = is_asked.is_set
         late = threading.Timer(0.2, second.send, [(0, 4), b"b"])
         late.start()
-        is_asked.set()  # What is on its way still arrives.
+        is_asked.set()  # Messages in flight still arrive.
 
         assert len(first.wait_for(first.send((0, 4), b"a")).rows) == 2
         is_asked.clear()
@@ -305,7 +305,7 @@ def test_a_wait_for_a_mean_ends_when_the_region_is_asked_to_stop(places, capfd):
         assert decision == Decision(NO_EPOCH, (0, 8), {})
         assert 0.3 < time.monotonic() - begin_s < STOP_S
         assert first.at(9) == {}  # It ends, and was not left behind.
-        # It said that it leaves.
+        # It announced that it leaves.
         assert dict(second.send((0, 12), b"d").result(20).rows) == {1: b"d"}
 
     message = "asked to stop: region 0 waits for no further messages"
@@ -397,7 +397,7 @@ def test_a_region_that_saves_before_it_stops_is_not_waited_for(places):
     with Link(one, "run", 1000) as first, Link(two, "run", 1000, step=0) as second:
         join(first, second)
         mean([first, second], 4)
-        second.leave()  # It is there, and says no more.
+        second.leave()  # It runs, but sends no more.
         assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
 
 
@@ -435,7 +435,7 @@ def test_a_region_that_has_finished_waits_for_the_others(places):
         mean([first, second], 4)
         first.at(4)
         began = time.monotonic()
-        first.finish(0.4)  # The second has not told that it has applied it.
+        first.finish(0.4)  # The second has not reported it as applied.
         assert time.monotonic() - began > 0.39
         second.at(5)
         first.finish(30)

@@ -1,6 +1,6 @@
-"""What regions tell one another as bytes, and what messages took, whatever clocks say.
+"""Messages between regions as bytes, and their times, whatever the clocks.
 
-What is no such message is refused.
+Malformed messages are refused.
 """
 
 import json
@@ -93,7 +93,7 @@ def test_missing_frames_and_unknown_regions_are_refused(change):
         m.unpack(change(frames), 3)
 
 
-# --- What messages took ---
+# --- Times of messages ---
 
 ME = 0
 OTHER = (1, 7)
@@ -102,7 +102,7 @@ SYNC = (0, 10)
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 0.5), st.floats(0, 100))
 def test_the_difference_of_clocks_is_no_time(apart, latency, seconds):
-    """By hand: signs of life 0.2 s later than the shortest say nothing."""
+    """By hand: heartbeats 0.2 s later than the fastest one tell nothing."""
     times = Times(ME, 2, wait_s=1)
     for sent, late in ((0.0, 0.2), (1.0, 0.0), (2.0, 0.1)):
         times.sign(OTHER, sent + apart, sent + latency + late)
@@ -142,7 +142,7 @@ def test_reports_of_all_regions_make_the_matrix_of_seconds():
     )
     assert str(measured.step_s) == str([1.0, nan, 4.0])
 
-    times.learn(2, m.Report(SYNC, (), 0.0), 2.0)  # What is done is done.
+    times.learn(2, m.Report(SYNC, (), 0.0), 2.0)  # A finished report is not repeated.
     assert times.finished([0, 1, 2], 99.0) == []
 
 

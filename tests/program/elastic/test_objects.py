@@ -118,11 +118,11 @@ def test_objects_without_a_valid_signature_are_ignored_and_reported_once(
 
         written = max(tmp_path.glob("001-*-1-*"))
         for number in range(20):
-            # As if a stranger had replaced what a member has written.
+            # As if a stranger had replaced objects of a member.
             name = signed(f"001-{two.boot:020}-{10**9 + number}-1")
             (tmp_path / name).write_bytes(os.urandom(number * 20))
 
-        # Under another name it is not what was signed.
+        # The signature does not hold under another name.
         other = signed(f"001-{two.boot:020}-{10**10}-1")
         (tmp_path / other).write_bytes(written.read_bytes())
         (tmp_path / "1-2-3-nothing of ours").mkdir()
@@ -190,7 +190,7 @@ def test_a_failed_read_is_repeated(tmp_path, capfd):
 
 
 def test_pipes_links_and_sockets_in_a_store_are_ignored(tmp_path, capfd):
-    """Six pipes were enough: reading them never returned, and nobody read the rest."""
+    """Six pipes were enough to block every reader, so that no object was read."""
     first, second = places(2, tmp_path)
     with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
         join(one, two)
@@ -261,7 +261,7 @@ def test_names_that_no_member_made_are_not_opened(tmp_path, monkeypatch):
 
 
 def test_a_store_that_is_slow_to_list_is_listed_a_tenth_of_the_time(tmp_path):
-    """As where it is full of strange names."""
+    """As if it were full of unknown names."""
     (channel,) = (Objects(place, 1, 1000) for place in places(1, tmp_path))
     list_all = channel._store.list
     looks = []
@@ -425,6 +425,6 @@ def test_a_new_region_refuses_a_store_that_it_cannot_reach(tmp_path):
     one, _ = places(2, via=tmp_path / "file")
     with pytest.raises(ValueError, match=r"via='.*file' cannot be reached: .*exists"):
         Link(one, "run", 1000)
-    # One that returns goes on, as the store may be there again soon.
+    # A restarted region goes on: the store may return soon.
     with Link(one, "run", 1000, is_announced=False, last_boot=1) as link:
         assert not link.hears_others(0.1)

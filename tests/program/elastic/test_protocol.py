@@ -1,7 +1,7 @@
-"""The agreement: whatever is lost, late or dead, one sync has one mean.
+"""The protocol: whatever is lost, late or dead, a sync has the same mean everywhere.
 
-Regions here are the state machines alone, and the network is a list of messages that
-are delivered in any order, twice, or never.
+Regions are only their state machines. The network is a list of messages that are
+delivered in any order, twice, or never.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from cocodc_jax.elastic.protocol import Member
 from cocodc_jax.elastic.records import Hearing
 
 TIMING = Timing(beat_s=1, dead_after_s=5, grace_s=30, start_s=20)
-# Of `parted`: who left takes along what another one then decides anew.
+# A seed of `parted` with which a region that leaves at once loses a decision.
 AT_ONCE = 18
 
 
@@ -76,7 +76,7 @@ class World:
             self.post(dest)
 
     def tick(self, seconds=1.0):
-        """Let time pass; nobody is held up for longer than a beat."""
+        """Let time pass, by at most a heartbeat at once: no region is frozen."""
         for part in [1.0] * int(seconds) + [seconds % 1] * bool(seconds % 1):
             self.now += part
             for region, member in self.members.items():
@@ -84,9 +84,10 @@ class World:
                 self.post(region)
 
     def train(self, region):
-        """Take a step, and send its message, unless two are on their way.
+        """Take a step and send its message, unless two messages are in flight.
 
-        Then the region waits for a mean, as a run does, and lets nobody in.
+        With two in flight the region waits for a mean, as a run does, and admits no
+        other region.
         """
         member = self.members[region]
         if not member.is_in:
@@ -108,7 +109,7 @@ class World:
         self.post(region)
 
     def begin(self, region):
-        """Go on from the copy that belongs to the seat; whether there is one."""
+        """Go on from the copy that belongs to the seat; return whether there is one."""
         member = self.members[region]
         since, source = member.view.seats[region][1:]
         if source == member.life:
@@ -128,7 +129,7 @@ class World:
         return True
 
     def assert_one_mean_a_sync(self):
-        """Regions that are in one view have taken the same means, none left out."""
+        """Check that regions of one view have taken the same means, and every mean."""
         first_of = {}  # Of each epoch.
         for region, member in self.members.items():
             if not member.is_in or self.steps[region] is None:
@@ -144,7 +145,7 @@ class World:
             assert len(log) >= done - self.own_steps[region]
 
     def turn(self, regions=None, arrives=lambda dest, sender: True, seconds=1.0):
-        """Regions train; all that arrives does so in order, the rest is lost."""
+        """Let regions train; deliver in order what `arrives`, and lose the rest."""
         for region in list(self.members) if regions is None else regions:
             self.train(region)
         while self.network:
@@ -160,7 +161,7 @@ class World:
         self.assert_one_mean_a_sync()
 
     def kill(self, region):
-        """It is gone, and what it has sent and nobody has is."""
+        """Remove a region and its messages that have not arrived."""
         del self.members[region]
         self.network = [m for m in self.network if m[1] != region]
 
@@ -222,10 +223,10 @@ def test_survivors_go_on_and_every_region_comes_back(seed):
         if region not in world.members or world.members[region].why_left:
             world.boot(region)
 
-    for _ in range(6):  # A part of a run cut in two begins anew.
+    for _ in range(6):  # Regions cut off from the larger part restart.
         world.settle(40)
         for region, member in world.members.items():
-            # As is who has a seat without the copy that belongs to it.
+            # So does a region that has a seat without the copy for it.
             if member.why_left or world.steps[region] is None:
                 world.boot(region)
 
@@ -249,7 +250,7 @@ def test_regions_begin_together_and_every_mean_has_every_region():
 
 
 def until(world, kind):
-    """Deliver in order up to a message of a kind; return its place."""
+    """Deliver in order up to a message of a kind; return its index."""
     for _ in range(400):
         for i, (*_, message) in enumerate(world.network):
             if isinstance(message, kind):
@@ -266,7 +267,7 @@ def until(world, kind):
 
 
 def test_a_request_to_join_that_arrives_after_a_beat_is_ignored():
-    """A region that is not in yet must not take the others for beginners too."""
+    """A region that joins must not conclude that the others are joining too."""
     world = World(2)
     world.kill(1)
     request = messages.Join(0, ())
@@ -290,7 +291,7 @@ def test_a_request_to_join_that_arrives_after_a_beat_is_ignored():
     assert late.hears_others()
     assert late.others_step(1.0) == 6
 
-    # One of a new life is none that was overtaken.
+    # A request of a new life cannot be an old one.
     late.receive(0, boot + 9, messages.Join(0, (late.life,)), 1.0)
     assert not late.hears_others()
 
@@ -301,7 +302,7 @@ def test_a_decision_that_one_survivor_knows_holds_for_every_survivor():
     dest, sender, _, choice = world.network[at_choice]
     assert sender == 0
 
-    for at in reversed(range(at_choice)):  # What the coordinator has sent before.
+    for at in reversed(range(at_choice)):  # Rows that it sent before.
         if world.network[at][0] == dest and isinstance(
             world.network[at][3], messages.Row
         ):
@@ -309,7 +310,7 @@ def test_a_decision_that_one_survivor_knows_holds_for_every_survivor():
             at_choice -= 1
 
     world.deliver(at_choice)
-    world.kill(0)  # Before the other one hears of it.
+    world.kill(0)  # Before the other survivor receives the choice.
     world.settle(30)
 
     assert world.members[1].coordinator == 1
@@ -428,7 +429,7 @@ def test_fewer_than_min_regions_wait():
 
 
 def come_back(world, seconds):
-    """Who is to restart does, from its own state, as in a run."""
+    """Let time pass; regions that were left behind restart from their own state."""
     for _ in range(seconds):
         world.turn()
         world.assert_one_mean_a_sync()
@@ -439,7 +440,7 @@ def come_back(world, seconds):
 
 @pytest.mark.parametrize(("num", "stays"), [(2, 0), (2, 1), (3, 0), (3, 1)])
 def test_fewer_than_min_regions_go_on_once_others_are_back(num, stays):
-    """The one that stays coordinates or not, and waits for a mean."""
+    """The region that stays waits for a mean, as coordinator or not."""
     world = settled(num, min_regions=2)
     stays = (world.members[0].coordinator + stays) % num
     lost = [region for region in range(num) if region != stays]
@@ -459,7 +460,7 @@ def test_fewer_than_min_regions_go_on_once_others_are_back(num, stays):
 
 
 def test_a_region_that_began_alone_goes_on_after_a_joiner_died():
-    """A view of fewer than min_regions, which a run begins with, can be taken up."""
+    """A run may begin with a view of fewer than min_regions, which can be succeeded."""
     world = World(2, min_regions=2)
     world.boot(0, 100)
     while world.steps[0] is None:
@@ -476,9 +477,9 @@ def test_a_region_that_began_alone_goes_on_after_a_joiner_died():
 
 
 def test_a_region_that_missed_a_restart_of_the_others_follows_them():
-    """Their epochs may be lower than that of its view."""
+    """The epochs of the restarted regions may be lower than that of its own view."""
     world = settled(3, min_regions=2)
-    for _ in range(3):  # Of later views.
+    for _ in range(3):  # Later views have higher epochs.
         world.kill(1)
         world.settle(12)
         world.boot(1)
@@ -499,7 +500,7 @@ def test_a_region_that_missed_a_restart_of_the_others_follows_them():
 
 @pytest.mark.parametrize("seconds", [3, 8, 12, 40])
 def test_a_copy_that_takes_long_is_waited_for_once(seconds):
-    """Messages of a region to another wait behind a copy, as on a connection."""
+    """Messages to a region wait behind a copy for it, as on a connection."""
     world = settled(3)
     world.kill(2)
     world.settle(12)
@@ -538,7 +539,7 @@ def test_a_clock_that_is_set_back_does_not_shut_a_region_out():
 
 
 def test_a_dead_life_with_a_higher_number_does_not_end_the_one_after_it():
-    """Started before the others miss the dead one, and before it hears them."""
+    """It starts before the others miss the dead life, and before it hears them."""
     world = settled(3)
     world.kill(2)
 
@@ -553,12 +554,12 @@ def test_a_dead_life_with_a_higher_number_does_not_end_the_one_after_it():
 
 
 def test_a_region_that_leaves_says_so_until_the_others_hear_it():
-    """Within two beats the others have a mean without it, where dead_after is five."""
+    """The others have a mean without it after two heartbeats; dead_after is five."""
     world = settled(3)
-    leaver = next(iter(world.members.values())).coordinator  # Whoever decides.
+    leaver = next(iter(world.members.values())).coordinator  # Any region may be it.
     world.members[leaver].leave()
     world.post(leaver)
-    world.network.clear()  # The word is lost, and what was on its way.
+    world.network.clear()  # Its message is lost, as are those in flight.
 
     began = world.now
     others = [r for r in range(3) if r != leaver]
@@ -574,12 +575,12 @@ def test_a_region_that_leaves_says_so_until_the_others_hear_it():
 
 
 def part(world, last, stays):
-    """Train up to a sync and leave, while messages overtake one another.
+    """Train up to a sync and leave, while messages arrive in random order.
 
-    Those of one region to another stay in order, as on a connection.
+    Messages of one region to another stay in order, as on a connection.
 
     Returns:
-      The regions whose messages the mean of that sync is of, as each region took it.
+      The sets of regions that the mean of that sync is of, over all regions.
     """
     finished = set()
     logs = world.logs.copy()
@@ -627,7 +628,7 @@ def test_a_region_that_leaves_at_once_may_lose_a_decision():
 
 @pytest.mark.parametrize("straggler", [0, 2])
 def test_state_kept_for_a_straggler_is_bounded(straggler):
-    """Whether it coordinates or not; and it comes back to where the others are."""
+    """The straggler may be the coordinator; once restarted it catches up."""
     world = settled(3, timing=dataclasses.replace(TIMING, grace_s=1, max_behind=8))
     others = {0, 1, 2} - {straggler}
     kept = []
@@ -714,7 +715,7 @@ def test_a_life_that_wakes_ends_if_a_newer_one_has_its_seat():
 
 
 def test_a_life_that_returns_is_older_than_one_that_started_meanwhile():
-    """Frozen, and woken before the newer life has a seat: it comes back, and ends."""
+    """The frozen life wakes before the newer one has a seat, returns, and then ends."""
     world = settled(3)
     frozen = world.members.pop(1)
     world.settle(12)
@@ -748,7 +749,7 @@ def test_a_life_that_returns_is_older_than_one_that_started_meanwhile():
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_start_with_a_clock_that_is_behind_learns_a_number_from_the_others(listens):
-    """If it speaks before it has heard them, it is the older one of the two."""
+    """If it sends before it has received a message, it counts as the older life."""
     world = settled(3)
     older = world.members[1]
     boots = world.boots
@@ -769,7 +770,7 @@ def test_a_start_with_a_clock_that_is_behind_learns_a_number_from_the_others(lis
     older.receive(0, world.members[0].boot, beat, world.now)
     assert older.is_superseded == listens
 
-    # If the other one gets the seat, it ends.
+    # The new life ends if the other one gets the seat.
     seat = messages.Seat(older.boot, 0, older.life)
     view = messages.View(view.epoch, {**view.seats, 1: seat})
     beat = messages.Beat(view, messages.NO_EPOCH, 0, ())
@@ -820,7 +821,7 @@ def test_a_newer_life_that_hears_a_member_is_a_joiner():
     assert member.joiners(world.now) == {1: newer_boot}
 
 
-# --- Who may decide, and when others count as dead ---
+# --- Which regions may decide, and when others count as dead ---
 
 
 @pytest.mark.parametrize("who", ["another region", "another life", "another epoch"])
@@ -889,12 +890,12 @@ def test_views_of_a_region_that_restarts_have_different_epochs():
 
 @pytest.mark.parametrize("region", [0, 1])
 def test_a_region_that_was_frozen_does_not_take_the_others_for_dead(region):
-    """It looks at the time before it reads what they have sent."""
+    """It checks the time before it reads the messages that have arrived."""
     world = settled(3)
     frozen = world.members.pop(region)
     inbox = []
 
-    for _ in range(4):  # Less than after which the others go on without it.
+    for _ in range(4):  # Less than dead_after_s.
         for other in list(world.members):
             world.train(other)
         while world.network:
@@ -902,7 +903,7 @@ def test_a_region_that_was_frozen_does_not_take_the_others_for_dead(region):
             world.deliver(0)
         world.tick()
 
-    world.now += 60  # As if its machine had slept: their clocks stood still.
+    world.now += 60  # As if all machines had slept.
     for member in world.members.values():
         member._note_gap(world.now)
 
@@ -919,14 +920,14 @@ def test_a_region_that_was_frozen_does_not_take_the_others_for_dead(region):
 
 
 def test_time_that_a_region_was_frozen_does_not_count_as_silence_of_others():
-    """They had been silent for 4 s of 5, and it did not read for 3 s more."""
+    """The others were silent for 4 s of 5 before this region was frozen for 3 s."""
     hearing = Hearing((0, 1), 5.0)
     hearing.hear(1, 7, messages.Join(0, ()), 0.0, True)
     hearing.spare(3.0, 7.0)
     assert hearing.sends(1, 7, 11.9)
     assert not hearing.sends(1, 7, 12.1)
 
-    hearing.spare(1.0, 11.0)  # This time is left out, and no more.
+    hearing.spare(1.0, 11.0)  # Only this second is left out.
     assert hearing.sends(1, 7, 12.9)
     assert not hearing.sends(1, 7, 13.1)
 
@@ -935,7 +936,7 @@ def test_a_region_that_freezes_again_and_again_still_detects_a_death():
     world = settled(3)
     world.kill(2)
     for _ in range(30):
-        world.now += 3  # Held up, and again.
+        world.now += 3  # Frozen once more.
         world.turn()
     assert set(world.members[0].view.seats) == {0, 1}
 
@@ -950,7 +951,7 @@ def test_rows_that_do_not_arrive_directly_are_requested_at_once(is_cut):
     def arrives(dest, sender):
         return not is_cut or {dest, sender} != ends
 
-    for _ in range(8):  # It is noticed meanwhile.
+    for _ in range(8):  # Until regions have noticed the dead link.
         world.turn(arrives=arrives)
 
     asked = 0
@@ -962,7 +963,7 @@ def test_rows_that_do_not_arrive_directly_are_requested_at_once(is_cut):
             message = world.network[0][3]
             asked += isinstance(message, messages.Want)
             if isinstance(message, messages.Choice):
-                assert len(message.rows) <= 1  # What is missing, and no more.
+                assert len(message.rows) <= 1  # Only the missing rows.
             if arrives(*world.network[0][:2]):
                 world.deliver(0)
             else:
@@ -977,7 +978,7 @@ def test_rows_that_do_not_arrive_directly_are_requested_at_once(is_cut):
 
 
 def marks_of(world, step, values):
-    """Every region reports its outer fragment after the sync of a step."""
+    """Let regions report their outer fragments after the sync of a step."""
     for region, value in values.items():
         mark = messages.Mark((0, step), int(value * 1e12) % 2**60, value, 1.0)
         world.members[region].mark([mark])
@@ -988,9 +989,9 @@ def marks_of(world, step, values):
     [
         ({0: 0.5, 1: 0.5, 2: 0.7}, {2}),
         ({0: 0.5, 1: 0.7, 2: 0.7}, {0}),  # The coordinator too.
-        ({0: 0.5, 1: 0.6, 2: 0.7}, {1, 2}),  # Of equally many, its is right.
+        ({0: 0.5, 1: 0.6, 2: 0.7}, {1, 2}),  # In a tie the coordinator is right.
         ({0: 0.5, 1: 0.5 + 1e-9, 2: 0.5}, set()),  # Rounding.
-        ({0: 0.5, 1: 0.5}, set()),  # That of 2 is not here.
+        ({0: 0.5, 1: 0.5}, set()),  # Region 2 has not reported.
     ],
 )
 def test_regions_whose_outer_model_differs_from_most_take_a_copy(values, astray):

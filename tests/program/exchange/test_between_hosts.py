@@ -1,6 +1,6 @@
-"""Messages and moments that cross on the outer mesh: the numbers of one program.
+"""Messages and moments that cross on the outer mesh, with the numbers of one program.
 
-Also where each fragment has an outer mesh, a channel, of its own.
+Also with channels: each fragment has an outer mesh of its own.
 """
 
 import functools
@@ -46,7 +46,7 @@ def test_either_exchange_gives_the_same_run(name, options):
     assert_all_close(inside, outside, rtol=1e-5, atol=1e-6)
     assert plain.bytes_sent == state.bytes_sent
 
-    # What is on its way is nowhere on the inner mesh.
+    # Fragments in flight are not on the inner mesh.
     inner = set(jax.tree.leaves(state.region.params)[0].devices())
     for flight in state.sync.in_flight.values():
         for x in jax.tree.leaves(flight.mean):
@@ -164,7 +164,7 @@ def test_a_restored_run_goes_on_bit_for_bit_on_its_channels(tmp_path):
     placed = (restored.sync.outer, restored.sync.in_flight)
     assert jax.tree.map(lambda x: x.sharding, placed) == where
 
-    # Another number of channels may go on too.
+    # A run may resume with another number of channels.
     _, by_one = tiny.saved_and_restored(made, restored, tmp_path / "one", program(1))
     for again, begun in ((made, restored), (program(1), by_one)):
         ended, _ = tiny.finish(again, begun, 5)

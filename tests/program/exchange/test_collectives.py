@@ -39,7 +39,7 @@ KEY = jax.random.key(0)
 
 
 def combined(shards, members, compressor, kind):
-    """Means of regions of several processes, played by devices of one.
+    """Means of regions of several processes, which are devices of one process here.
 
     21 numbers a region, which two members cannot share evenly.
 
@@ -109,7 +109,7 @@ def test_every_shard_has_the_same_sum_to_the_last_bit(num, size):
 def test_shares_cross_between_regions_and_are_joined_inside(
     shards, members, compress, kind
 ):
-    """Compressed messages as they are; directly nothing is reduced on its way."""
+    """Compressed messages arrive unchanged; a direct exchange reduces nothing."""
     compressor = compress and compression.parse(compress)
     mean, expected, size, kinds = combined(shards, members, compressor, kind)
     for name, x in expected.items():
@@ -137,7 +137,7 @@ def test_shares_cross_between_regions_and_are_joined_inside(
 
 @pytest.mark.parametrize("kind", ["direct", "ring", None])
 def test_packed_means_are_the_means(kind):
-    """Two regions a shard, dtypes mixed: what one device's mean says."""
+    """Two regions a shard and mixed dtypes give the mean of one device."""
     mesh = make_mesh(8, devices=jax.devices()[:4])
     block = LocalRegions.of(mesh, 8)
     tree = {
@@ -169,7 +169,7 @@ def test_packed_messages_of_all_are_the_messages(kind):
         np.testing.assert_array_equal(out[name], np.tile(x, (4, 1)))
 
 
-# --- Rings: the same bits at every shard, and what it costs ---
+# --- Rings: the same bits at every shard, and the number of messages ---
 
 SHAPES = {"a": (7,), "b": (3, 5), "c": ()}
 SIZE = 23
@@ -205,7 +205,7 @@ def by_hand(tree, num_shards, num_rings):
     for i in range(SIZE):
         ring, within = divmod(i // chunk, num_shards)
         order = orders[ring][within:] + orders[ring][:within]
-        for shard in order:  # Nothing is lost where the first is added to 0.
+        for shard in order:  # Adding the first to 0 rounds nothing.
             out[i] += values[shard, i]
 
     return out
@@ -217,13 +217,13 @@ def test_each_chunk_is_summed_in_the_order_of_its_ring(num_shards, num_rings):
     tree = make_tree(num_shards)
     out = summed(tree, num_shards, num_rings)
     assert {name: x.shape for name, x in out.items()} == SHAPES
-    # Additions alone round alike on every processor.
+    # Additions alone are rounded the same on every processor.
     np.testing.assert_array_equal(flat(out), by_hand(tree, num_shards, num_rings))
 
 
 @pytest.mark.parametrize("num_rings", [1, 2, 4])
 def test_every_shard_has_the_same_bits(num_rings):
-    """Nothing checks it but this: the program is typed without `check_vma`."""
+    """Only this test checks it: the program is traced without `check_vma`."""
     for x in jax.tree.leaves(summed(make_tree(5), 5, num_rings)):
         shards = [np.asarray(shard.data) for shard in x.addressable_shards]
         assert len(shards) == 5
@@ -232,7 +232,7 @@ def test_every_shard_has_the_same_bits(num_rings):
 
 
 def test_a_ring_sum_has_no_collective_but_permutations_of_chunks():
-    """As many messages and numbers as `num_sent` says, counted in the program."""
+    """The messages and numbers in the program are those of `num_sent`."""
     ring_sum = make_ring_sum(make_mesh(5), ByRings(3))
     text = str(jax.make_jaxpr(ring_sum)(make_tree(5)))
     sent = re.findall(r"f32\[(\d+)\]\s*=\s*ppermute", text)

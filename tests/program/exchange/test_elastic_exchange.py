@@ -53,7 +53,7 @@ def make_program(tiny, method, transport, num):
 
 
 def as_processes(tiny, method, num, num_steps, **options):
-    """Every region in a thread of its own; what each has at the end."""
+    """Train every region in a thread of its own; return their ends."""
 
     def job(place):
         program = make_program(tiny, method, Transport("elastic", place=place), num)
@@ -78,7 +78,7 @@ def as_processes(tiny, method, num, num_steps, **options):
 
 
 def assert_each_alone_as_together(tiny, method, num, num_steps, via=None):
-    """Regions alone have what one process with all has; returns that one's outputs."""
+    """Compare regions with one process of all regions; return the outputs of that."""
     program = make_program(tiny, method, Transport("outer"), num)
     batches = (jax.tree.map(lambda x: x[:num], batch) for batch in tiny.stream())
     state, outputs = follow(program, tiny.start(program), batches, num_steps)
@@ -111,7 +111,7 @@ def test_elastic_regions_train_what_one_process_does(
     tiny, tmp_path, name, options, has_ports
 ):
     tiny = mixture.in_place_of(tiny) if "expert_weights" in options else tiny
-    # Two regions: each compiles programs of its own.
+    # Only two regions, as each compiles programs of its own.
     method = methods.get(name, sync_interval=4, **options)
     assert_each_alone_as_together(
         tiny, method, 2, 10, via=None if has_ports else tmp_path
@@ -146,7 +146,7 @@ def with_nonsense(tiny):
     ],
 )
 def test_every_region_excludes_the_same_bad_messages(tiny, name, options):
-    """And the region that sent it begins anew, as in one process with all of them."""
+    """The region that sent them restarts, as in one process of all regions."""
     method = methods.get(name, **options)
     outputs = assert_each_alone_as_together(with_nonsense(tiny), method, 4, 9)
     verdicts = [(s.verdict % RESTORED).tolist() for x in outputs for s in x.syncs]
@@ -154,7 +154,7 @@ def test_every_region_excludes_the_same_bad_messages(tiny, name, options):
 
 
 class Told:
-    """In place of a link: means are of what the test says, when it says so."""
+    """A stand-in for a link: the test decides the means and when they arrive."""
 
     def __init__(self):
         self.futures = {}
@@ -169,7 +169,7 @@ class Told:
         return future.result()
 
     def decide(self, sync, *regions):
-        """Of zeros from these regions; of this region's own message, if it is 0."""
+        """Deliver a mean of zeros of these regions; of its own message for region 0."""
         while sync not in self.rows:
             time.sleep(0.01)
         zeros = bytes(len(self.rows[sync]))
@@ -209,7 +209,7 @@ def test_late_message_keeps_or_drops_the_progress_of_a_late_message(tiny, late_m
 
 
 def test_a_mixture_keeps_the_counts_of_a_message_that_came_too_late(tiny):
-    """Experts that this region used keep what they learned, the others nothing."""
+    """Experts that this region used keep their progress, others have none."""
     tiny = mixture.in_place_of(tiny)
     method = methods.get("diloco", sync_interval=2, expert_weights="tokens")
     trained, kept, _ = map(experts_of, trained_late(tiny, method, "keep"))
@@ -281,13 +281,13 @@ def test_methods_that_cannot_run_as_elastic_regions_are_refused_by_name(name, wh
     with pytest.raises(ValueError, match=pattern) as refused:
         transport.own(Regions.alike(4), method)
 
-    # What it proposes can be had, by one process and by several.
+    # The proposed exchange works, with one process and with several.
     proposed = Transport(str(refused.value).split("'")[-2])
     assert {proposed.resolve(method, num) for num in (1, 4)} <= {"program", "outer"}
 
 
 def own(name, options, **place):
-    """What one region has of a method in four."""
+    """Return the exchange of one of four regions."""
     transport = Transport("elastic", place=places(4, **place)[0])
     return transport.own(Regions.alike(4), methods.get(name, **options))
 

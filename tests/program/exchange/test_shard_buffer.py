@@ -99,7 +99,7 @@ def test_packing_and_unpacking_a_buffer_restores_the_tree(dtypes, processes):
     pack = jax.jit(layout.pack, out_shardings=layout.sharding)
     buffer = pack(transfer.put(tree, lying))
 
-    # Of every device an equal part, no more than its shards and what makes them even.
+    # Equal parts of every device: its shards and padding.
     shard = buffer.addressable_shards[0].data
     assert shard.shape == (1, layout.width)
 
@@ -120,7 +120,7 @@ def test_packing_and_unpacking_a_buffer_restores_the_tree(dtypes, processes):
     assert shapes_of_one(unpacked) == shapes_of_one(tree)
     tiny.assert_same(unpacked, tree)
 
-    if processes == (1, 2, 1, 1, 2):  # As the region's own devices have it.
+    if processes == (1, 2, 1, 1, 2):  # As on the region's devices.
         assert unpacked["both"].addressable_shards[0].data.shape == (2, 2, 3, 2)
 
 
@@ -141,7 +141,7 @@ def test_a_process_along_two_axes_has_a_block_of_each():
 
 
 def test_processes_without_a_block_have_no_grid():
-    """Half a row and half of the next; not together; not alike."""
+    """Half a row and half of the next, blocks apart, and unequal blocks."""
     assert grid_of([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], 1, 2, 1, 3) is None
     assert grid_of([0, 1, 0, 1, 2, 3, 2, 3], 1, 2, 1, 2) is None
     assert grid_of([0, 0, 0, 1, 2, 2, 2, 3], 1, 2, 1, 2) is None

@@ -1,4 +1,4 @@
-"""What crosses the regions in a compiled program: the message's bytes and no more.
+"""Collectives between regions in a compiled program: the bytes of the message only.
 
 The collectives are read from what XLA compiled for four regions on four devices.
 """
@@ -83,7 +83,7 @@ def mesh():
 
 
 def make_setting(mesh, sync):
-    """Of the whole model as one fragment."""
+    """The bytes of the model as one fragment."""
     fragments = cut(PARAMS, 1)
     shapes = jax.eval_shape(lambda x: x, PARAMS)
     specs = jax.tree.map(lambda _: P(), shapes)
@@ -97,7 +97,7 @@ def make_setting(mesh, sync):
 
 
 def sent(mesh, compressor):
-    """The collectives of one sync of the whole model."""
+    """The collectives of one sync of the model."""
     message = Compressed(compressor) if compressor else AsIs()
     method = methods.get("diloco").with_sync(message=message)
     spec = make_setting(mesh, method.sync)
@@ -118,14 +118,14 @@ def sent(mesh, compressor):
 
 @pytest.mark.parametrize("name", ["fp4", "int8", "ef+dct:8"])
 def test_a_compressed_message_stays_compressed(mesh, name):
-    """What is gathered is the message, and each region's weight, a float32."""
+    """The gathers are of the message, and of each region's weight, a float32."""
     bytes_of, num_bytes = sent(mesh, compression.parse(name))
     assert bytes_of == {"all-gather": num_bytes + 4}
     assert num_bytes < 4 * NUM_VALUES / 3
 
 
 def encoded(name):
-    """A message, and what is left of the compressor."""
+    """A message, and the compressor's new state."""
     compressor = compression.parse(name)
     return jax.jit(compressor.encode)(PARAMS, compressor.init(PARAMS))
 
@@ -157,7 +157,7 @@ def test_an_uncompressed_message_is_summed(mesh):
 
 
 def sent_to_neighbours(mesh, sync):
-    """The collectives of one sync of the whole model, and the model as a fragment."""
+    """The collectives of one sync of the model, and the model as a fragment."""
     spec = make_setting(mesh, sync)
     outer = sync.outer
     part = spec.fragments.take(PARAMS, 0)

@@ -232,7 +232,7 @@ def test_the_outer_mesh_of_one_process_is_one_device():
     assert device == outer_device(mesh)
 
 
-# --- What programs on the CPU free stays with the process ---
+# --- Memory that programs on the CPU free stays with the process ---
 
 CODE = """
 import resource, threading

@@ -19,7 +19,7 @@ from tests.program import tiny
 from tests.slow import mostly_slow
 
 NUM_STEPS = 4
-# Sums over shards are taken in another order, and Adam divides by what may be small.
+# Sums over shards have another order, and Adam divides by small numbers.
 RTOL = 1e-4
 ATOL = 1e-5
 
@@ -56,7 +56,7 @@ def mesh_of(length, data=1, model=1):
 
 
 def all_of_it(x):
-    """Everything that crosses shards, of `[block, ...]`; own and shared results."""
+    """Every collective over shards, of `[block, ...]`; regional and shared results."""
     mean = region_map.pmean_over_regions(x.mean(0))
     shared = {"sum": region_map.psum_over_regions(x.sum(0)), "mean": mean}
     gathered = region_map.all_gather_regions(x).sum(0)[None]
@@ -93,13 +93,13 @@ def test_sums_and_means_are_those_over_all_regions(length, inside):
 
 
 def test_one_shard_has_no_collective():
-    """Also not between the devices of its region: all stays divided as it is."""
+    """Nor is there one between the devices of a region: arrays stay sharded."""
     assert not kinds_in(mesh_of(1, 2, 2))
     assert {"all-reduce", "all-gather"} <= kinds_in(mesh_of(2, 2, 2))
 
 
 def test_a_forgotten_mean_over_shards_fails_to_trace():
-    """`check_vma` stays on: one shard's own value cannot pass for all shards'."""
+    """`check_vma` stays on: a varying value cannot pass for a replicated one."""
     forgotten = region_map.region_shard_map(
         lambda x: x.mean(0), mesh_of(2), in_specs=P(REGION), out_specs=P()
     )
@@ -108,7 +108,7 @@ def test_a_forgotten_mean_over_shards_fails_to_trace():
 
 
 def result(name, data=1, model=1):
-    """What a run of one region came to, on the host."""
+    """Return the end of a run of one region, on the host."""
     program = tiny.program_of(
         METHODS[name],
         mesh_of(1, data, model),

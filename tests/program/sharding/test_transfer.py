@@ -74,7 +74,7 @@ def test_rows_gather_on_one_device_in_the_order_of_regions(mesh, outside):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_shards_of_a_process_are_its_rows_in_order(axis):
-    """What `local_rows` joins where some rows lie elsewhere: each place once."""
+    """`local_rows` joins the rows of this process, each place once."""
     mesh = make_mesh(4, data=2, devices=jax.devices()[7::-1])  # Against device order.
     x = np.arange(32.0).reshape(8, 4) if axis == 0 else np.arange(32.0).reshape(4, 8)
     spec = P("region") if axis == 0 else P(None, "region")
@@ -89,7 +89,7 @@ def test_shards_of_a_process_are_its_rows_in_order(axis):
 
 
 def test_a_move_returns_before_its_array_is_computed(mesh, outside):
-    """A move of what is not computed yet returns before it is."""
+    """A transfer of an array that is still being computed returns at once."""
 
     @jax.jit
     def slow(x):

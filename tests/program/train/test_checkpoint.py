@@ -1,4 +1,4 @@
-"""Checkpoints: all of a run, at any moment, whole or not at all."""
+"""Checkpoints: the full state of a run, at any step, complete or not at all."""
 
 import dataclasses
 import errno
@@ -30,7 +30,7 @@ def walk(folder):
 
 
 def damage(folder, harm):
-    """Do to a checkpoint what disks, copies and people do."""
+    """Damage a checkpoint as disks, copies and users do."""
     data = max(walk(folder / "arrays"), key=lambda path: path.stat().st_size)
 
     if harm == "flip":
@@ -52,7 +52,7 @@ def damage(folder, harm):
 
 
 def change_rest(folder, **values):
-    """Rewrite what a checkpoint says of itself, and its checksums; None leaves out."""
+    """Rewrite metadata of a checkpoint, and its checksums; None removes an entry."""
     file = folder / "rest" / "metadata"
     rest = json.loads(file.read_text()) | values
     file.write_text(json.dumps({k: v for k, v in rest.items() if v is not None}))
@@ -71,7 +71,7 @@ def restore(folder, program):
 
 @pytest.mark.parametrize(("name", "cut"), [("cocodc", 5), ("streaming_diloco", 6)])
 def test_a_restored_run_goes_on_bit_for_bit_in_a_new_program(tiny, tmp_path, name, cut):
-    """As in a new process, which compiles anew; between two events, and at one.
+    """As in a new process, which compiles again; between two events, and at one.
 
     The same program, with every method: `test_family.py` and `test_loop.py`.
     """
@@ -238,7 +238,7 @@ class TestFailure:
         return program, tiny.finish(program, state, 2)[0], tmp_path
 
     def test_a_kill_while_saving_leaves_the_one_before(self, tiny, saved):
-        """What a killed save leaves, as Orbax names it, is no checkpoint."""
+        """The remains of a killed save, as Orbax names them, are no checkpoint."""
         program, state, folder = saved
         torn = folder / "4.orbax-checkpoint-tmp"
         (torn / "arrays.orbax-checkpoint-tmp").mkdir(parents=True)
@@ -321,7 +321,7 @@ class TestFailure:
         path.unlink(missing_ok=True)
         os.mkfifo(path)
 
-        # Orbax reads in threads, which would wait until somebody writes.
+        # Orbax reads in threads, which would wait until something is written.
         writes = threading.Timer(20, lambda: os.close(os.open(path, os.O_RDWR)))
         writes.start()
 
@@ -383,7 +383,7 @@ class TestFailure:
             assert re.search(rf"in {folder}: step 4: {why}.*; {moved}", warning)
             assert warning.count("\n") == 1
 
-            # And the run comes to its step again.
+            # The run reaches the step of the damaged checkpoint again.
             state, _ = tiny.finish(program, state, 2)
             checkpoints.save(program, state, {"at": 4})
 
@@ -395,7 +395,7 @@ class TestFailure:
     def test_a_renamed_or_copied_checkpoint_is_passed_over(
         self, tiny, copied, how, capsys
     ):
-        """Its checksums are right: they are of its contents."""
+        """Its checksums match its contents, so only its step or run tells."""
         program, folder = copied
         why = "it holds step 4: the folder was renamed, copied or linked"
         at = 6
@@ -432,7 +432,7 @@ class TestFailure:
             restore(folder, program)
 
     def test_a_checkpoint_without_step_and_run_is_restored(self, tiny, copied):
-        """As of 0.38.0 and before; the next ones say both."""
+        """Versions up to 0.38.0 wrote neither; the next checkpoint has both."""
         program, folder = copied
         (folder / RUN_FILE).unlink()
         for step in "24":

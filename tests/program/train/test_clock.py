@@ -1,4 +1,4 @@
-"""The recorder of a run's timeline: what it counts, and that no array can hang it."""
+"""The recorder of a run's timeline: its figures, and that no array blocks it."""
 
 import threading
 import time
@@ -64,7 +64,7 @@ def test_waits_for_several_merges_add_up():
 
 
 def test_a_flight_from_its_start_to_its_merge():
-    """Started at 2, there 0.2 s later, merged at 4, where nobody waited for it."""
+    """Started at step 2, arrived 0.2 s later, merged at step 4 without stall."""
     mean = PendingMean()
     steps = PendingMean()
 

@@ -1,4 +1,4 @@
-"""A region that comes back goes on from another one's memory."""
+"""A region that rejoins starts from a copy of another region's state."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ def make_program(tiny, method=None, place=None, **options):
 
 
 def train(tiny, program, state, link, end, seen):
-    """Train to `end`, letting in who waits; keep every state's outer parameters."""
+    """Train to `end`, admitting joiners; keep the outer parameters of every step."""
     region = link.region
     batches = (
         jax.tree.map(lambda x: x[region : region + 1], b)
@@ -113,7 +113,7 @@ def test_a_region_that_leaves_and_rejoins_has_the_outer_model_of_the_others(
     assert sum(step > AGAIN for step in compared) > 2
     for step in compared:
         tiny.assert_same(seen[0, step], seen[1, step])
-    # The schedule, the step and what one region has sent are the same as well.
+    # The schedule, the step and the bytes sent are the same as well.
     assert ends[0][1:] == ends[1][1:]
 
 
@@ -140,7 +140,7 @@ def test_a_copy_of_the_parameters_moves_with_a_region_that_comes_back(tiny):
     for x, y in zip(*map(jax.tree.leaves, (region.opt_state.z, wanted)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
-    # One that has nothing begins at what it received.
+    # A region without state starts at the received one.
     fresh = joining.adopt(program, *args[:3]).region
     tiny.assert_same(tiny.host(fresh.opt_state.z), tiny.host(fresh.params))
 
@@ -194,7 +194,7 @@ def test_progress_of_a_region_that_was_cut_off_is_kept(tiny, moved):
 
 
 def test_frozen_parameters_are_not_in_a_copy(tiny):
-    """Each region has it from where the run began; the rest moves as ever."""
+    """Each region has them from the start of the run; the rest moves as usual."""
     program = make_program(tiny, trainable=lambda path: path != "head")
     copy, state = copy_and_step(tiny, program)
     first = tiny.make_params()

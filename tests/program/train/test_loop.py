@@ -1,4 +1,4 @@
-"""The loop: what it records and when, and that nothing it does changes the run."""
+"""The loop: the records it writes and when, and that it does not change the run."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ def tokens_at(step):
 
 
 class Run:
-    """One call of `train`, with everything it told its hooks."""
+    """One call of `train`, with everything that its hooks received."""
 
     def __init__(
         self, tiny, program, num_steps, folder=None, stop=None, batches=None, **options
@@ -74,7 +74,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def evaluate(tiny):
-    """One for all methods: it holds nothing but compiled code and batches."""
+    """One evaluation for all methods: it holds only compiled code and batches."""
     mesh = tiny.shared_program("diloco").mesh
     return make_evaluate(tiny.loss_fn, mesh, tiny.make_batch(99))
 
@@ -204,7 +204,7 @@ class TestRecords:
     def test_an_outer_model_equal_to_the_mean_is_not_evaluated_again(
         self, tiny, evaluate
     ):
-        """DiLoCo, H 2: after a sync at 4 and 8, a step beyond one at 5."""
+        """With H 2 there is a sync at steps 4 and 8; step 5 is one after a sync."""
         program = tiny.shared_program("diloco")
         judged = []
 
@@ -445,7 +445,7 @@ class TestResuming:
 
         assert 0 < stopped < 12
         assert stopped % 5
-        assert first.stopping == [None]  # Nothing is saved yet.
+        assert first.stopping == [None]  # Before the first save.
 
         with Checkpoints(tmp_path) as checkpoints:
             assert checkpoints.latest_step == stopped
@@ -558,7 +558,7 @@ class TestNotFinite:
     def test_a_parameter_that_is_not_finite_is_not_saved(
         self, tiny, tmp_path, programs
     ):
-        """Of the last step before a checkpoint, whose loss was still finite."""
+        """The loss of the last step before a checkpoint was still finite."""
         program = programs[loss_with_bad_gradient]
         why = "a parameter is not finite at step 3 in region 1; .*: step 2"
         options = {"folder": tmp_path, "cadence": {"checkpoint_every": 1}}

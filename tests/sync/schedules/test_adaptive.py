@@ -1,4 +1,4 @@
-"""Adaptive transmission: choices worked by hand, and what holds for every network."""
+"""Adaptive transmission: choices by hand, and properties for every network."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.sync.schedules.walks import World, assert_on_time, starts, table, wal
 
 
 def norms(measure):
-    """What is seen, of `(fragment, start step) -> (norm, parameters)`."""
+    """Turn `(fragment, start step) -> (norm, parameters)` into observations."""
 
     def see(step, event):
         norm, size = measure(event.fragment_id, event.start_step)
@@ -92,7 +92,7 @@ def test_n_equal_to_k_is_the_fixed_round():
 
 @pytest.mark.parametrize("score", SCORES)
 def test_among_equal_scores_the_fragment_that_waited_longest_is_sent(score):
-    """Nothing moves, so every score is 0. H = 12, N = 6: deadlines are far off."""
+    """Without movement every score is 0. H = 12, N = 6: deadlines are far off."""
     started = starts(
         adaptive(12, 3, 0, 6, score),
         16,
@@ -158,7 +158,7 @@ def test_a_fragment_on_its_way_is_remembered():
     )
 
 
-# --- What a network allows, and errors ----------------------------------------
+# --- Syncs that a network allows, and errors ----------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What holds for every schedule, whatever it learns of updates and of the network."""
+"""Properties of every schedule, whatever it learns of updates and the network."""
 
 import dataclasses
 import json
@@ -68,7 +68,7 @@ def through_json(schedule, state):
 @some
 @given(st.integers(0, 2**30), st.integers(1, 60))
 def test_a_state_from_json_has_the_same_future(name, seed, stop):
-    """So have two regions that were told the same reduced values."""
+    """So have two regions that learn the same reduced values."""
     schedule = SCHEDULES[name]
     world = World(seed)
     whole = list(world.walk(schedule, schedule.init(), stop + 60, learns=True))
@@ -118,7 +118,7 @@ def test_asking_between_events_changes_no_event(name, seed):
 @given(st.integers(0, 2**30), st.integers(0, 70))
 @example(0, 0)
 def test_a_schedule_may_begin_at_any_step(name, seed, first):
-    """Every fragment starts in time from there on, and what arrives had left."""
+    """From there every fragment starts in time, and only started syncs finish."""
     schedule = SCHEDULES[name]
     world = World(seed)
     state = schedule.begin_at(first)
@@ -127,7 +127,7 @@ def test_a_schedule_may_begin_at_any_step(name, seed, first):
     assert (state == schedule.init()) or first > 0
     assert all(pending.start_step <= 0 for pending in state.in_flight)
 
-    # Those who are late are so from the first message on; others have none to wait for.
+    # A schedule that is late is so from its first message on; others wait for none.
     assert len(state.in_flight) == len(schedule.init().in_flight)
 
     walks.assert_on_time(

@@ -1,4 +1,4 @@
-"""Measured delays and slots: numbers worked by hand, and what holds for any network."""
+"""Measured delays and slots: numbers by hand, and properties for every network."""
 
 import random
 
@@ -13,7 +13,7 @@ from tests.sync.schedules import walks
 
 
 def seen_at(times):
-    """What is seen with `times`: step -> (T_c, T_s) of each region."""
+    """Turn `times`, step -> (T_c, T_s) of each region, into observations."""
     return lambda step, event: (1, {"norm": 1.0, "times": times(step)})
 
 
@@ -26,7 +26,7 @@ def delays(schedule, end, times):
 
 def test_the_delay_is_the_steps_of_a_sync():
     schedule = staggered(40, 4, "auto")
-    # One slot while nothing is known; then ceil(0.9 / 0.2) = 5.
+    # One slot until times are known; then ceil(0.9 / 0.2) = 5.
     assert delays(schedule, 60, lambda _: [(0.2, 0.9)] * 2) == [10, 5, 5, 5, 5]
 
 
@@ -87,7 +87,7 @@ def test_every_fragment_is_on_time_whatever_the_network_does(data):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_deadlines_that_fall_in_one_slot_are_kept_in_their_order(seed):
-    """Slots that grow bring them together; fragment numbers say nothing then."""
+    """Growing slots bring them together; their order is not that of fragments."""
     rng = random.Random(seed)
     schedule = adaptive(50, 7, 1, "auto", network_share=0.4)
 
