@@ -1,4 +1,4 @@
-"""What a traced program holds: its equations, and a hash of them."""
+"""The equations of a traced program, and a hash of them."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
-# What an equation has besides its meaning: names, and where it comes from.
+# Parameters of an equation without meaning: names, and the place in the source.
 _IGNORED_PARAMS = frozenset(
     {"name", "debug_info", "fwd_name", "bwd_name", "name_stack"}
 )
@@ -78,7 +78,7 @@ def _text_of_param(value: Any) -> str:
     if isinstance(value, np.ndarray | jax.Array):
         return _text_of_value(value)
     if callable(value) and not isinstance(value, type):
-        return "function"  # Derivative rules: traced where they are used.
+        return "function"  # Derivative rules, which are traced when they are used.
 
     text = str(value)
     assert " at 0x" not in text, f"{type(value)} prints its address: {text}"

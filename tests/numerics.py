@@ -1,4 +1,4 @@
-"""Numbers of two compiled programs, which processors round differently.
+"""Comparison of two compiled programs, which processors round differently.
 
 Only the same compiled program gives the same bits twice. Another program may keep a
 product unrounded before it is added, or sum in another order, on one processor and not
@@ -13,8 +13,8 @@ import numpy as np
 def assert_within_ulps(actual, expected, ulps=16):
     """Compare trees: floats to `ulps` units in the last place of a leaf's largest.
 
-    A sum is rounded at the size of its terms, not at that of what they leave. Floats of
-    Python count as float32, which schedules take them from; all else must be equal.
+    A sum is rounded at the size of its terms, not at that of their difference. Python's
+    floats count as float32, which schedules take them from; all else must be equal.
     """
 
     def check(x, y):

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and words for those that are neither."""
+"""Files are written completely or not at all, and damaged ones are named."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def test_a_folder_is_created_or_the_reason_is_named(tmp_path, monkeypatch):
     ):
         files.ensure_folder(inside)
 
-    # Who runs as root may write to any.
+    # Root may write to any folder.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(
         files.UnwritableError, match=f"{folder} cannot .*Permission denied"

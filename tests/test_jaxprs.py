@@ -1,4 +1,4 @@
-"""A hash of a traced program is of what it computes, not of what it is called."""
+"""The hash of a traced program depends on its computation, not on names."""
 
 import jax
 import jax.numpy as jnp

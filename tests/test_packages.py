@@ -1,4 +1,4 @@
-"""Packages as their users find them: names, version, and what the core needs."""
+"""Packages as users find them: names, version, and requirements of the core."""
 
 import importlib
 import pkgutil

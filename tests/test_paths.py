@@ -21,7 +21,9 @@ def no_home(monkeypatch, tmp_path):
 
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("MPLCONFIGDIR", "/elsewhere")  # Not set by what is tested.
+    monkeypatch.setenv(
+        "MPLCONFIGDIR", "/elsewhere"
+    )  # Which the tested code does not set.
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     paths._temporary_cache.cache_clear()

@@ -17,7 +17,7 @@ PAGES = sorted(
     for path in (ROOT / "docs/results").glob("*.md")
     if path.stem not in ("index", "archive")
 )
-# A measured number: with decimals, or a percentage. Versions and flags are none.
+# A measured number: with decimals, or a percentage. Versions and flags do not count.
 FIGURE = re.compile(r"(?<![\d.])\d+\.\d+(?:[eE]-?\d+)?(?!\.?\d)|\d+(?= %)")
 
 

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAMS = list(commands.programs())
 
-# Who can say what they do without any extra.
+# Programs that print their help without any extra.
 EXPLAINED = {"message-time", "timeline"}
 
-# A transform by itself, and a method around a loss; nothing else is there.
+# A transform alone, and a method around a loss, without any extra.
 CORE = """
 import jax, jax.numpy as jnp, numpy as np, optax
 import cocodc_jax as cc
@@ -74,7 +74,7 @@ def succeed(*words, cwd):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Builds from a copy of what is tracked, as building leaves files behind."""
+    """Build from a copy of the tracked files, as a build leaves files behind."""
     copy, folder = (tmp_path_factory.mktemp(name) for name in ("copy", "wheel"))
     listed = succeed("git", "ls-files", cwd=ROOT).splitlines()
     for name in listed:

@@ -1,4 +1,4 @@
-"""Waiting for what other processes do."""
+"""Waiting for other processes."""
 
 import contextlib
 import pathlib
@@ -24,7 +24,7 @@ def is_over(pid):
 
 @contextlib.contextmanager
 def at_once(seconds=5):
-    """Raise in the main thread if it waits, say for a pipe that nobody writes to."""
+    """Raise in the main thread if it blocks, say on a pipe without a writer."""
 
     def late(*_):
         raise TimeoutError(f"it took more than {seconds} s")

@@ -16,7 +16,7 @@ BATCHES = np.random.default_rng(0).normal(size=(3, 2, 4, 4)).astype(np.float32)
 FRAGMENTS = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
 STREAMING = cc.methods.get("streaming_diloco", **FRAGMENTS)
 COCODC = cc.methods.get("cocodc", **FRAGMENTS, syncs_per_interval=2)
-# One's own: the merge of one in the other's schedule.
+# A user's method: the merge of one in the schedule of the other.
 MIXED = dataclasses.replace(
     STREAMING,
     name="mixed",

@@ -1,4 +1,4 @@
-"""Arrays without an entry, as `(0, 4)` of a model whose part is switched off."""
+"""Arrays without entries, such as `(0, 4)`, of a model with a part switched off."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def assert_equal(one, other):
 
 
 def saved_in_flight(folder, program):
-    """Train three steps, with what is then on its way, and save; return the state."""
+    """Train three steps and save with a fragment in flight; return the state."""
     state = run(program, program.init(PARAMS, jax.random.key(0)), 0, 3)
     with Checkpoints(folder) as checkpoints:
         return checkpoints.save(program, state, {})

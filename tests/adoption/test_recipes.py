@@ -16,7 +16,7 @@ from tests.slow import mostly_slow
 SCRIPTS = sorted(pathlib.Path(__file__, "../../../docs/recipes").resolve().glob("*.py"))
 
 
-# The others beside it; it is trained and resumed below.
+# NanoDO is trained and resumed below.
 QUICK = [script for script in SCRIPTS if script.stem != "nanodo_loop"]
 
 

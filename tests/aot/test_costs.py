@@ -1,4 +1,4 @@
-"""Operations of programs as they are written, against counts by hand."""
+"""Operations of traced programs against counts by hand."""
 
 import dataclasses
 import functools

@@ -60,7 +60,7 @@ def test_shardings_without_leaves_are_refused():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_first_state_is_divided_as_the_parameters_are(axis_type):
-    """Also what is in flight, which begins as zeros."""
+    """Fragments in flight, which start as zeros, too."""
     mesh = Mesh(MESH.devices, MESH.axis_names, axis_types=(axis_type,) * 2)
     params = jax.tree.map(
         lambda x, where: jax.device_put(x, NamedSharding(mesh, where.spec)),

@@ -1,4 +1,4 @@
-"""Packing, dealing and counting against what a few lines of NumPy say."""
+"""Packing, dealing and counting against a few lines of NumPy."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from cocodc_jax.data.tokenizers import ByteTokenizer
 
 
 class _Texts:
-    """Documents that count how often they are read."""
+    """Documents that count their reads."""
 
     def __init__(self, texts):
         self._texts = texts
@@ -92,7 +92,7 @@ def test_sources_are_dealt_once_and_evenly(sizes, num_regions):
     assert all(dealt)
 
     loads = [sum(sizes[name] for name in names) for names in dealt]
-    # What the greedy rule promises: no region exceeds another by more than a source.
+    # The greedy rule: no region exceeds another by more than a source.
     assert max(loads) - min(loads) <= max(sizes.values())
 
     again = deal_sources(dict(reversed(sizes.items())), num_regions)

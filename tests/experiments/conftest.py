@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Flags of a small corpus: a copy of this package's own source."""
+    """Flags of a small corpus, a copy of this package's source."""
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(ROOT / "cocodc_jax", folder / "text")
     return [f"--dataset=text:{folder / 'text'}", f"--data_dir={folder / 'prepared'}"]
@@ -51,9 +51,9 @@ def run(command):
 
 @pytest.fixture(scope="module")
 def programs_shared():
-    """Runs of `train` in this process share programs that are the same, as `compare`'s.
+    """Let runs of `train` in this process share equal programs, as `compare` does.
 
-    A run that goes on in a process of its own compiles them anew (test_processes.py).
+    A run that resumes in another process compiles them again (test_processes.py).
     """
     sessions = []
     prepare = train.prepare

@@ -1,4 +1,4 @@
-"""What only a GPU can tell."""
+"""Times of steps on a GPU."""
 
 import pytest
 

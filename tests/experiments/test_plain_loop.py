@@ -1,4 +1,4 @@
-"""The plain loop that chaos kills: what it writes, and how it goes on."""
+"""The plain loop that chaos kills: its files, and how it resumes."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""`experiments.timeline`: what it writes and prints, and what it refuses."""
+"""`experiments.timeline`: its files, output and refused flags."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The notebook of the tour: clean as it is committed; `test_wheel.py` runs it."""
+"""The notebook of the tour is committed without outputs; `test_wheel.py` runs it."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""What only the trainers' own environments can import is not collected."""
+"""Modules that only the trainers' environments can import are not collected."""
 
 collect_ignore = [
     "maxtext_job.py",

@@ -48,7 +48,7 @@ def command_for(name: str) -> str:
 
 
 def make(name: str) -> None:
-    """Make an environment anew, with this checkout installed in it."""
+    """Make an environment, with this checkout installed in it."""
     uv = shutil.which("uv")
     if uv is None:
         raise SystemExit("uv is not installed; run: pip install uv")

@@ -1,4 +1,4 @@
-"""Figures that the tests of trainers see, for the table of `docs/start/trainers.md`.
+"""Figures of the tests of trainers, for the table of `docs/start/trainers.md`.
 
     COCODC_TRAINERS_RESULTS=experiments/results/trainers.json pytest -m trainers ...
 
@@ -14,7 +14,7 @@ VARIABLE = "COCODC_TRAINERS_RESULTS"
 
 
 def record(trainer: str, **values: Any) -> None:
-    """Print figures of a trainer, and write them where the variable says."""
+    """Print figures of a trainer, and write them to the file of the variable."""
     print(f"{trainer}: {values}")
     if not (name := os.environ.get(VARIABLE)):
         return
@@ -25,7 +25,7 @@ def record(trainer: str, **values: Any) -> None:
 
 
 def learning(fact: dict[str, Any], plain_bytes: int) -> dict[str, float]:
-    """Return what the table says of a method that learns: losses, and what it sends.
+    """Return the figures of a method that learns: its losses, and the bytes it sends.
 
     Args:
       fact: of its run, with `losses` and `bytes_sent`.

@@ -76,7 +76,7 @@ def batch_of(step: int, region: int) -> dict[str, np.ndarray]:
 
 
 def loss(params, batch: dict) -> jax.Array:
-    """Return the loss of one region: what `kd.losses.L2` is."""
+    """Return the loss of one region, as `kd.losses.L2` computes it."""
     y = Net().apply({"params": params["model"]}, batch["x"])
     return jnp.mean((y - batch["y"]) ** 2)
 
@@ -135,8 +135,8 @@ def make_trainer(tx, num_regions, num_steps, folder, **options):
 def train(tx, num_regions, num_steps, folder=None):
     """Train by Kauldron's own loop; without regions one model has the full batch.
 
-    Kauldron saves before a step: with a folder it does one more, and what is returned
-    is what was saved, unless it went on from a save.
+    Kauldron saves before a step: with a folder it does one more, and the saved state
+    is returned, unless the run resumed from a save.
 
     Returns parameters, the optimizer's state and losses.
     """

@@ -45,7 +45,7 @@ VARIANTS = {
 
 
 class Variant:
-    """A MaxText job with one of the methods, or none, after its step."""
+    """A MaxText job with one of the methods, or without one, after its step."""
 
     def __init__(self, folder: Path, period: int, name: str | None, options: dict):
         import cocodc_jax as cc

@@ -25,7 +25,7 @@ TOLERANCE = 5e-6
 @pytest.fixture(scope="module", params=TRAINERS)
 def folder(request, tmp_path_factory):
     """All runs of one trainer."""
-    is_own = request.param == "nanodo"  # In pytest's own environment.
+    is_own = request.param == "nanodo"  # In the environment of pytest.
     python = sys.executable if is_own else environments.python_of(request.param)
     if not os.path.exists(python):
         pytest.fail(
@@ -40,7 +40,7 @@ def folder(request, tmp_path_factory):
 
 
 def start(python, folder, script, *words):
-    """Start a child at home in a folder, with nothing of pytest's."""
+    """Start a child in a folder, without settings of pytest."""
     env = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
@@ -123,7 +123,7 @@ def test_a_trainers_own_checkpoint_goes_on_bit_for_bit(folder):
 
 @pytest.mark.parametrize("folder", ["levanter"], indirect=True)
 def test_elastic_regions_of_levanters_own_loop(folder):
-    """The documentation's launcher is a loop in NumPy, and goes on bit for bit."""
+    """The documentation's launcher is a loop in NumPy, and resumes bit for bit."""
     python = environments.python_of("levanter")
     (folder / "key").write_bytes(b"a shared secret of 32 bytes ....")
     (folder / "key").chmod(0o600)

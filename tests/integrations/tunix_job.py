@@ -19,7 +19,7 @@ NUM_LAYERS = 2
 
 
 def make_model() -> nnx.Module:
-    """Make Tunix's model, from other first numbers.
+    """Make Tunix's model, with other initial values.
 
     Its own ones, zeros among them, leave an MLP without a gradient, and have a norm of
     a small embedding that amplifies the last bits of two programs.

@@ -1,4 +1,4 @@
-"""CoCoDC: what its curvatures need, its own numbers, and the published rule."""
+"""CoCoDC: needs of its curvatures, its defaults, and the published rule."""
 
 import jax
 import numpy as np

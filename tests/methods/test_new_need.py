@@ -1,6 +1,6 @@
-"""A merge that needs something new gets it in a run: one entry of the table.
+"""A merge with a new need gets it in a run, by one entry of the table.
 
-CONTRIBUTING.md has one that needs what a region kept.
+CONTRIBUTING.md has a need of a value that a region kept.
 """
 
 import jax
@@ -72,7 +72,7 @@ def test_a_new_need_may_read_the_last_batch(monkeypatch):
     monkeypatch.setitem(NEEDS, "batch_mean", batch)
 
     def apply(local, staged, outer, *, batch_mean, **extra):
-        assert staged is None  # Nobody asked for it.
+        assert staged is None  # It is no need of this merge.
         return {"w": outer["w"] + batch_mean}, {}
 
     rule = Merge("by batch", apply, frozenset({"batch_mean"}))

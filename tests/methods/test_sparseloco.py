@@ -1,4 +1,4 @@
-"""SparseLoCo: who is counted in a mean, and clips."""
+"""SparseLoCo: the senders that count in a mean, and clipping."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def test_a_region_of_weight_zero_is_no_sender():
 
 
 def test_absent_regions_do_not_count_with_either_exchange():
-    """The fourth of four sends nothing, and keeps its memory; NaN stays its own."""
+    """The fourth of four sends nothing, keeps its memory, and spreads no NaN."""
     method = methods.get("sparseloco", compress="ef+topk:0.5")
     rounds = dataclasses.replace(staggered(2), participating=(0, 1, 2))
     method = method.with_sync(schedule=rounds)

@@ -70,13 +70,13 @@ def _compiled_step(config):
 
 @functools.cache
 def plain(config):
-    """What one region's step gives without a pipeline."""
+    """Return the results of one region's step without a pipeline."""
     return jax.device_get(_compiled_step(config)(draw(config), tokens(), KEY))
 
 
 @functools.cache
 def plain_regions(config, num_regions):
-    """The same of regions with parameters and batches of their own."""
+    """Return the same of regions with different parameters and batches."""
     return plain_steps(config, draw(config, num_regions), tokens(num_regions))
 
 
@@ -106,7 +106,7 @@ def place_regions(mesh, params, batches):
 
 
 def over_regions(mesh, loss_fn, block=lambda fn: lambda x: fn(region(x, 0))):
-    """A step of all regions as the runtime makes it, its key a region's own."""
+    """Make the step of all regions as the runtime does, with a key for each region."""
 
     def one(values):
         params, batch, key = values
@@ -154,7 +154,7 @@ def first_stage(params, batch):
 
 
 def last_stage(params, x, batch):
-    """The mean loss over what the first stage made of the batch."""
+    """Return the mean loss over the first stage's outputs."""
     model = _stage(params, 1)
     logits = model.norm(model.run_blocks(x)[0]) @ model.output_head()
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])

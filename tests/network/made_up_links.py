@@ -7,7 +7,7 @@ from cocodc_jax.network.links import LinkState
 
 
 def own_links(num, delay_s, bytes_per_s=1e6):
-    """Equal links without a line that they share."""
+    """Equal links without a shared line."""
     rate = np.full((num, num), float(bytes_per_s))
     np.fill_diagonal(rate, np.inf)
     return LinkState(rate, delay_s * (1 - np.eye(num)))

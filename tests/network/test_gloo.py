@@ -67,7 +67,7 @@ def test_an_all_gather_of_two_ranks_that_begin_apart_by_hand():
     assert seconds_of(state, phases, [0, 5]) == [14, 19]
     # Both have waited 14 s and begin 5 s apart again: so it goes on.
     assert settled_s(state, phases) == 14
-    # Those that begin at once do not say "ready" behind segments.
+    # Ranks that begin at once do not say "ready" behind segments.
     assert seconds_of(state, phases, [0, 0]) == [10, 10]
 
 

@@ -19,7 +19,7 @@ DAY = 86_400.0
 
 
 def quorum_share(failures, total, quorum):
-    """The goodput where nothing is lost but time, see the module."""
+    """Return the goodput if only time is lost, see the module."""
     a = failures.between_s / (failures.between_s + failures.repair_s)
     return sum(
         k / total * math.comb(total, k) * a**k * (1 - a) ** (total - k)

@@ -1,6 +1,6 @@
 """A quadratic in four regions, trained step by step, on which limits are compared.
 
-Two methods are two programs, so that what is equal is so to a few roundings of float32.
+Two methods are two programs, which are equal to a few roundings of float32.
 """
 
 import functools
@@ -24,7 +24,7 @@ RNG = np.random.default_rng(0)
 ROOT = RNG.normal(size=(9, 9)) / 3
 HESSIAN = ROOT @ ROOT.T + 0.3 * np.eye(9)
 PARAMS = {n: RNG.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
-# One target a step and region, around an optimum of the region's own.
+# One target for each step and region, around an optimum of the region.
 TARGETS = RNG.normal(size=(NUM_REGIONS, 9)) + RNG.normal(size=(NUM_STEPS, 4, 9)) / 4
 TARGETS = TARGETS.astype(np.float32)
 OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}
@@ -72,7 +72,7 @@ def run(program, targets=TARGETS, stops=()):
 
 
 def of(name, **options):
-    """A method that is trained once for all who ask."""
+    """Train a method, once for all callers."""
     return name, tuple(options.items())
 
 

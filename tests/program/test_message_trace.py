@@ -10,7 +10,7 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 @pytest.fixture(scope="module")
 def trace():
-    """The script that follows a message, and what it saw."""
+    """The script that follows a message, and its trace."""
     path = DOCS / "message_trace.py"
     spec = importlib.util.spec_from_file_location("message_trace", path)
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Gradients of weights: the order of their operands, and nothing else, is another."""
+"""Gradients of weights: only the order of operands changes."""
 
 import jax
 import jax.numpy as jnp

@@ -34,13 +34,13 @@ def batch_of(step, num_regions=NUM_REGIONS):
 
 
 def one_step(params, opt_state, batch):
-    """One region's step: what the trainer owns."""
+    """One region's step, which belongs to the trainer."""
     grads = jax.grad(lambda params: loss_fn(params, batch, None)[0])(params)
     updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
 
-# One program for all who train by this loop.
+# One program for all that train by this loop.
 step_of_all = jax.jit(jax.vmap(one_step))
 
 

@@ -27,7 +27,7 @@ def in_one():
 
 
 def assert_equals_one_process(paths, in_one):
-    """Compare what processes wrote, each at the paths of its region, with one program.
+    """Compare parameters that processes wrote with those of one program.
 
     Args:
       paths: pairs of a region and a file with its head, and that of the outer model.

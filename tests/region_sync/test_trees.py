@@ -1,4 +1,4 @@
-"""What regions average of a trainer's tree, and that the rest stays where it was."""
+"""The leaves of a trainer's tree that regions average; the others stay."""
 
 import equinox as eqx
 import jax

@@ -64,7 +64,7 @@ def train(form, process):
 
 
 def train_elastic(place):
-    """Train a region of its own, whose parameters are over all of its processes."""
+    """Train one region, whose parameters are sharded over all of its processes."""
     devices = [d for d in jax.devices() if d.id % jax.local_device_count() == 0]
     mesh = Mesh(np.array(devices), ("fsdp",))
 

@@ -1,4 +1,4 @@
-"""Every entry of the method table on the smoke preset: it learns, and goes on."""
+"""Every entry of the method table on the smoke preset learns and resumes."""
 
 import pathlib
 import shutil

@@ -1,4 +1,4 @@
-"""What follows an attempt to train: it stops, rejoins the others, or rolls back."""
+"""The end of an attempt to train: a stop, a return to the others, or a rollback."""
 
 import time
 from unittest import mock
@@ -33,9 +33,9 @@ def attempt(**fields):
 @pytest.mark.parametrize(
     ("carried", "own_step", "has_unsaved_work"),
     [
-        (None, 0, False),  # It is new.
+        (None, 0, False),  # A new region.
         (None, 8, False),  # Its checkpoint has all it did.
-        (None, STEPS, True),  # Its summary is not there yet.
+        (None, STEPS, True),  # Its summary is not written yet.
         (CARRIED, 8, True),
     ],
 )

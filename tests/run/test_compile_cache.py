@@ -15,9 +15,9 @@ from cocodc_jax.run.compile_cache import DIR, MIN_TIME, keep_programs
 
 @pytest.fixture
 def unset(monkeypatch, tmp_path):
-    """Nobody has chosen a folder; the user's is `tmp_path`."""
+    """No folder is chosen; the user's cache folder is `tmp_path`."""
     for name in (DIR, MIN_TIME):
-        monkeypatch.setenv(name, "")  # So that what is set here is taken back.
+        monkeypatch.setenv(name, "")  # So that monkeypatch restores it.
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delitem(sys.modules, "jax")  # A command that has not imported it.
@@ -40,7 +40,7 @@ def test_programs_are_kept_in_the_users_cache_folder_by_kind_of_processor(
 
 
 def test_a_cache_that_the_user_chose_is_kept(unset, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax", jax)  # The suite's own cache.
+    monkeypatch.setitem(sys.modules, "jax", jax)  # The cache of the test suite.
     assert keep_programs() is None
 
     monkeypatch.delitem(sys.modules, "jax")

@@ -1,4 +1,4 @@
-"""Unequal regions: whose step ends when, and how much each counts in a mean."""
+"""Unequal regions: when their steps end, and their weights in a mean."""
 
 import math
 from fractions import Fraction
@@ -83,7 +83,7 @@ def test_weights_are_a_mean(tenths, tick, ticks, data):
     assert weights.sum() == pytest.approx(1)
     assert not weights[[m for m in range(regions.num) if m not in part]].any()
 
-    # A common factor is none.
+    # A common factor changes nothing.
     same = regions.weights(tick, tick + ticks, lambda n, tokens: tokens, counted)
     np.testing.assert_allclose(weights, same)
 

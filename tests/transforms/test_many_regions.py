@@ -16,7 +16,7 @@ COLUMNS = 10
 
 @pytest.fixture
 def regions():
-    """Regions alike enough to send some of the same coefficients."""
+    """Regions similar enough to send some of the same coefficients."""
     rng = np.random.default_rng(0)
     common = rng.normal(size=(ROWS, COLUMNS))
     return common + 0.3 * rng.normal(size=(M, ROWS, COLUMNS))

@@ -1,6 +1,6 @@
 """`stat2` against its formula, by hand, and its bounds.
 
-`matrices`, which sends vectors whole, is tested here as well: MuLoCo sends by both.
+`matrices`, which sends vectors in full, is tested here too: MuLoCo sends by both.
 """
 
 import jax

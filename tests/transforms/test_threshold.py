@@ -1,4 +1,4 @@
-"""Thresholding against a loop in NumPy: what is sent, what overflows, when it sorts."""
+"""Thresholding against a loop in NumPy: messages, overflow, and times of sorting."""
 
 import functools
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def run(compressor, calls):
-    """Return what is decoded and the state after every call."""
+    """Return the decoded message and the state after every call."""
 
     @jax.jit
     def step(x, state):
@@ -89,7 +89,7 @@ def test_a_nan_is_not_hidden():
 
 @functools.cache
 def positions(size):
-    """Returns a program that tells the positions sent, and how many there may be."""
+    """Return a program that gives the positions sent, and their largest number."""
     compressor = threshold(density=0.3, slack=2.0)
     capacity = max(1, round(0.6 * size))
 

@@ -18,7 +18,7 @@ from cocodc_jax.elastic.link import LeftBehindError, Link, SupersededError
 from cocodc_jax.elastic.messages import Mark, Snapshot
 from cocodc_jax.elastic.place import Place, Timing
 
-DELAY = 2  # A mean is applied so many syncs after its messages.
+DELAY = 2  # A mean is applied this number of syncs after its messages.
 
 
 class Toy:
@@ -49,7 +49,7 @@ class Toy:
         }
 
     def turn(self, seconds, spoils_at):
-        """One step: send, apply what is due, and admit others."""
+        """Take a step: send, apply due means, and admit others."""
         self.step += 1
         row = f"{self.link.region} {self.step}".encode()
         self.flights[self.step] = self.link.send((0, self.step), row)
@@ -76,7 +76,7 @@ class Toy:
 
 
 def listed_late(seconds):
-    """Have a folder show files late and out of order, and when they are gone too."""
+    """Let a folder list files late, out of order, and after their removal."""
     list_all = stores.Folder.list
     shown = {}  # When each file is shown first, and when no more.
 

@@ -1,4 +1,4 @@
-"""Digests of outer fragments: what they tell apart, and what is rounding."""
+"""Digests of outer fragments: they show differences, apart from rounding."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -23,7 +23,7 @@ FUSED = "streaming_diloco, fused"
 
 
 def described(x):
-    """Return shape, dtype and where the parts lie; of host values nothing of that."""
+    """Return shape, dtype and shard shapes; nothing for host values."""
     sharding = getattr(x, "sharding", None)
     spec = None
     if sharding is not None and x.ndim and len(sharding.device_set) > 1:
@@ -32,7 +32,7 @@ def described(x):
 
 
 class Watched(Devices):
-    """Devices that remember what programs with names were called with."""
+    """Devices that record the arguments of named programs."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ def test_programs_are_listed_with_the_arguments_that_they_get(name):
 
 
 def sent_by(program):
-    """What each program of two steps sends, and that it can be lowered."""
+    """Lower each program of two steps; return the bytes it sends."""
     listed = program.list_programs(shapes_of_batches(2))
     for lowered in listed:
         lowered.program.lower(*lowered.arguments)

@@ -1,4 +1,4 @@
-"""Which way messages take: what "auto" comes to, and what cannot be had."""
+"""The choice of an exchange: the one of "auto", and unsupported ones."""
 
 import functools
 
@@ -19,7 +19,7 @@ FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
 
 
 def test_zero_channels_and_a_place_without_elastic_are_refused():
-    """So are other words than the choices, see `run/test_help.py`."""
+    """Values other than the choices are refused too, see `run/test_help.py`."""
     with pytest.raises(ValueError, match="outer_channels=0 must be at least 1"):
         Transport(outer_channels=0)
     with pytest.raises(ValueError, match="place has no meaning for exchange='auto'"):

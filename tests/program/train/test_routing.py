@@ -1,4 +1,4 @@
-"""What is recorded of a mixture of experts."""
+"""Records of a mixture of experts."""
 
 import jax.numpy as jnp
 import numpy as np

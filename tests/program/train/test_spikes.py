@@ -1,4 +1,4 @@
-"""Spikes of the loss: told, not imagined, and gone back from."""
+"""Spikes of the loss: they are found, noise is not, and a run rolls back."""
 
 import itertools
 import json

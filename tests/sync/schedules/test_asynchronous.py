@@ -95,6 +95,6 @@ def test_each_region_keeps_its_own_time(tenths, interval, is_dynamic):
         period = Fraction(count * k, 10)
         ticks = [math.ceil(i * period) for i in range(1, math.floor(60 / period) + 1)]
         assert ticks_of(came, m) == ticks
-        # It has done just so many steps since it came before.
+        # It has done this number of steps since its last sync.
         done = [regions.steps_done(t)[m] for t in ticks]
         assert done == [count * i for i in range(1, len(ticks) + 1)]

@@ -1,4 +1,4 @@
-"""Rounds that follow a rank: buckets, lengths, what is remembered, what is refused."""
+"""Rounds that follow a rank: buckets, lengths, memory and errors."""
 
 import pytest
 
@@ -9,8 +9,8 @@ from tests.sync.schedules import walks
 def walk(rounds, measured, state=None):
     """Gives `(step, rank, steps)` of each start; `measured` are effective ranks.
 
-    As a run does it: at the end of a round the next message leaves, then the arriving
-    mean is applied, and it is told of before the round after that.
+    As in a run: at the end of a round the next message leaves, then the arriving mean
+    is applied, and the schedule learns of it before the round after that.
     """
     state = state or rounds.init()
     starts = []
@@ -48,7 +48,7 @@ def test_a_round_is_long_enough_for_its_rank():
 
 
 def test_ranks_and_lengths_by_hand():
-    """The first mean of all is zero and says nothing; the next is looked at at 24.
+    """The first mean is zero and counts for nothing; the next is observed at 24.
 
     Then 2, (2 + 4) / 2 = 3, (2 + 4 + 9) / 3 = 5: buckets 2, 4, 8.
     """

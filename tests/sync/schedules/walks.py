@@ -1,4 +1,4 @@
-"""Schedules walked through as a runtime does it, told what the test says was seen."""
+"""Walks through schedules, as a runtime does, with observations of the test."""
 
 from cocodc_jax.sync.needs import MEASURED_NOW
 from cocodc_jax.sync.schedules import FINISH, START, Applied, events_at
@@ -9,11 +9,11 @@ def walk(schedule, state, end, see=None, drift=None, learns=False):
     """Yields `(step, state, events)` up to `end`.
 
     Args:
-      see: (step, finish event) -> parameters of the fragment and what was seen of its
-        mean, by need. A message of zero, from before the first step, tells nothing.
-      drift: step -> what the schedule may measure on demand.
-      learns: whether it is told of what was applied at the end of that step, as
-        before a checkpoint, instead of when it asks.
+      see: (step, finish event) -> parameters of the fragment and observations of its
+        mean, by need. A message of zero, from before the first step, has none.
+      drift: step -> values that the schedule may measure on demand.
+      learns: whether it learns of applied means at the end of their step, as before a
+        checkpoint, instead of when it asks.
     """
     unread = []
 
@@ -62,7 +62,7 @@ def starts(schedule, end, **options):
 
 
 def assert_on_time(schedule, state, num_steps, flies_once=True, **seen):
-    """Each fragment starts within H steps, again and again, and what arrives had left.
+    """Check that each fragment starts within H steps, and only started syncs finish.
 
     Args:
       flies_once: whether a fragment that is in flight does not start.
@@ -89,7 +89,7 @@ def assert_on_time(schedule, state, num_steps, flies_once=True, **seen):
 
 
 class World:
-    """What is seen, drawn anew every `num_steps` steps and alike for all who ask."""
+    """Observations, drawn every `num_steps` steps, and equal for all callers."""
 
     def __init__(self, seed, num_fragments=3, num_steps=1):
         self.seed = seed
