@@ -42,12 +42,14 @@ def test_a_damaged_file_is_named(tmp_path, content):
         files.read_table(path)
 
 
-def test_a_folder_is_created_or_the_reason_is_named(tmp_path, monkeypatch):
+def test_a_folder_is_created_if_it_is_missing(tmp_path):
     folder = tmp_path / "new" / "folder"
-    files.ensure_folder(folder)
-    files.ensure_folder(folder)
-    assert folder.is_dir()
+    for _ in range(2):
+        files.ensure_folder(folder)
+        assert folder.is_dir()
 
+
+def test_a_folder_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").touch()
     inside = tmp_path / "file" / "folder"
     with pytest.raises(
@@ -55,12 +57,14 @@ def test_a_folder_is_created_or_the_reason_is_named(tmp_path, monkeypatch):
     ):
         files.ensure_folder(inside)
 
+
+def test_a_folder_without_permission_is_named(tmp_path, monkeypatch):
     # Root may write to any folder.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(
-        files.UnwritableError, match=f"{folder} cannot .*Permission denied"
+        files.UnwritableError, match=f"{tmp_path} cannot .*Permission denied"
     ):
-        files.ensure_folder(folder)
+        files.ensure_folder(tmp_path)
 
 
 def test_lines_are_read_without_one_that_is_cut_off(tmp_path):
@@ -113,10 +117,18 @@ def test_a_regular_file_is_opened_as_any_other(tmp_path):
         assert file.name == str(path)
         assert os.get_blocking(file.fileno())
 
+
+def test_links_are_followed_unless_they_are_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"1")
     link = tmp_path / "link"
     link.symlink_to(path)
+
     assert files.read_regular(link) == b"1"
     with pytest.raises(files.NoRegularFileError):
         files.open_regular(link, follows_links=False)
+
+
+def test_a_missing_file_is_not_found(tmp_path):
     with pytest.raises(FileNotFoundError):
         files.read_regular(tmp_path / "none")

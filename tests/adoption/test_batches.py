@@ -82,6 +82,9 @@ def test_leaves_must_have_equally_many_steps(program, state):
 def test_a_process_gives_the_rows_of_its_own_regions():
     """As in each of two processes with two of four regions."""
     assert check_batches({"x": np.zeros((3, 2, 8))}, 4, own_regions=2) == 3
+
+
+def test_batches_of_other_regions_than_those_of_the_process_are_refused():
     with pytest.raises(ValueError, match=r"rows of all 4 regions, .* alone, here 2"):
         check_batches({"x": np.zeros((3, 4, 8))}, 4, own_regions=2)
     with pytest.raises(ValueError, match="must be the 2 regions of this process"):

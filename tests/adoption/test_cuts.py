@@ -107,6 +107,10 @@ def test_blocks_names_a_stack_of_any_name():
     parts = cc.cut(params, 2, blocks="tower").slices
     assert [{p.rows for p in part} for part in parts] == [{(0, 2), None}, {(1, 3)}]
     assert cc.cut(linen(4), 4, blocks="TransformerBlock").num_params
+
+
+def test_blocks_that_name_no_parameter_are_refused():
+    params = {"tower": {"w": zeros(4, 8, 8)}}
     with pytest.raises(ValueError, match="blocks='towers' is no part of any parameter"):
         cc.cut(params, 2, blocks="towers")
 

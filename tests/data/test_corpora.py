@@ -111,26 +111,41 @@ def test_hidden_and_empty_files_are_passed_over(tmp_path):
     assert sorted(train + validation) == ["other text", "some text"]
 
 
-def test_a_bad_byte_is_refused_replaced_or_skipped_with_a_word(tmp_path, capfd):
+@pytest.fixture
+def with_bad_byte(tmp_path):
+    """A folder with a text that is not UTF-8."""
     contents = {"a.txt": "one", "b.txt": "two", "c.txt": b"caf\xe9 three"}
-    folder = _write(tmp_path / "texts", contents)
-    message = rf"{folder}/c.txt is not UTF-8 text \(byte 3: .*=replace or"
-    with pytest.raises(ValueError, match=message):
-        _open(folder, tmp_path / "data")
+    return _write(tmp_path / "texts", contents)
 
-    replaced = _open(
-        folder, tmp_path / "data", undecodable="replace", validation_fraction=0.4
+
+def test_a_bad_byte_is_refused(with_bad_byte, tmp_path):
+    message = rf"{with_bad_byte}/c.txt is not UTF-8 text \(byte 3: .*=replace or"
+    with pytest.raises(ValueError, match=message):
+        _open(with_bad_byte, tmp_path / "data")
+
+
+def test_a_bad_byte_can_be_replaced_without_a_warning(with_bad_byte, tmp_path, capfd):
+    corpus = _open(
+        with_bad_byte,
+        tmp_path / "data",
+        undecodable="replace",
+        validation_fraction=0.4,
     )
-    train, validation = _texts(replaced)
+    train, validation = _texts(corpus)
     assert sorted(train + validation) == ["caf\ufffd three", "one", "two"]
     assert capfd.readouterr() == ("", "")
 
-    train, validation = _texts(_open(folder, tmp_path / "data", undecodable="skip"))
+
+def test_a_file_with_a_bad_byte_can_be_skipped_with_a_warning(
+    with_bad_byte, tmp_path, capfd
+):
+    corpus = _open(with_bad_byte, tmp_path / "data", undecodable="skip")
+    train, validation = _texts(corpus)
     assert sorted(train + validation) == ["one", "two"]
     warning = capfd.readouterr().err
     assert warning == (
         "warning: undecodable=skip leaves out 1 of 3 files of the text: "
-        f"{folder / 'c.txt'}\n"
+        f"{with_bad_byte / 'c.txt'}\n"
     )
 
 

@@ -301,6 +301,7 @@ def test_a_gz_is_unpacked_once_and_named_in_errors(tmp_path):
     assert open_corpus(config_of(path, tmp_path)).fingerprint == first.fingerprint
     (unpacked,) = (tmp_path / "cache" / "unpacked").rglob("*.json")
     assert unpacked.stat().st_mode == path.stat().st_mode
+
     with pytest.raises(RecordError, match=r"a.json.gz, line 1: has no field 'body'"):
         open_corpus(config_of(path, tmp_path, text_field="body"))
 

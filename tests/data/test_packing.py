@@ -91,8 +91,8 @@ def test_sources_are_dealt_once_and_evenly(sizes, num_regions):
     assert sorted(name for names in dealt for name in names) == sorted(sizes)
     assert all(dealt)
 
-    loads = [sum(sizes[name] for name in names) for names in dealt]
     # The greedy rule: no region exceeds another by more than a source.
+    loads = [sum(sizes[name] for name in names) for names in dealt]
     assert max(loads) - min(loads) <= max(sizes.values())
 
     again = deal_sources(dict(reversed(sizes.items())), num_regions)

@@ -68,6 +68,11 @@ def test_bpe_is_trained_once(tmp_path):
     assert first.fingerprint == second.fingerprint
     assert list(tmp_path.iterdir()) == [file]
 
+
+def test_a_damaged_bpe_is_named_and_another_corpus_has_another_one(tmp_path):
+    first = _load("bpe:300", tmp_path, TEXTS)
+    (file,) = tmp_path.iterdir()
+
     file.write_text("{")
     with pytest.raises(ValueError, match=f"'bpe:300' cannot .*; remove {file} to"):
         _load("bpe:300", tmp_path)
@@ -197,11 +202,15 @@ def test_sentencepiece_file(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["hf", "sentencepiece"])
-def test_unreadable_file_is_named(tmp_path, kind):
+def test_a_missing_file_is_named(tmp_path, kind):
     with pytest.raises(ValueError, match=f"tokenizer='{kind}:/no/file' cannot be read"):
         _load(f"{kind}:/no/file", tmp_path)
     with pytest.raises(ValueError, match=f"tokenizer='{kind}:~nobody.*: .* without ~"):
         _load(f"{kind}:~nobody-here/x", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["hf", "sentencepiece"])
+def test_an_unreadable_file_is_named(tmp_path, kind):
     broken = tmp_path / "broken"
     broken.write_text("{not a tokenizer")
     with pytest.raises(ValueError, match=f"tokenizer='{kind}:.*broken' cannot be read"):

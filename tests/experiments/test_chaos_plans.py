@@ -109,9 +109,12 @@ def test_an_invalid_plan_is_refused_in_one_line(tmp_path, text, message):
     assert "\n" not in str(raised.value).removesuffix("\n") or "TOML" in message
 
 
-def test_missing_plans_and_cuts_without_root_are_refused(tmp_path, monkeypatch):
+def test_a_missing_plan_is_refused(tmp_path):
     with pytest.raises(ValueError, match="none' cannot be read: No such file"):
         plans.read(tmp_path / "none")
+
+
+def test_cuts_of_the_network_need_root(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ValueError, match="run it as root"):
         Plan(faults={"cut": 1}).check_possible()

@@ -231,16 +231,20 @@ def test_a_tied_head_may_be_stored_again(tmp_path):
     hugging_face.check(tmp_path, TIED)
 
 
-def test_files_that_are_damaged_or_missing(folder):
+def test_a_damaged_file_of_tensors_is_named(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"model.safetensors cannot be read: "):
         hugging_face.check(folder, APART)
 
-    path.unlink()
+
+def test_a_missing_file_of_tensors_is_named(folder):
+    (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has neither model.safetensors nor model"):
         hugging_face.check(folder, APART)
 
+
+def test_a_damaged_config_is_named(folder):
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json cannot be read: "):
         hugging_face.check(folder, APART)
@@ -252,26 +256,35 @@ def test_writing_a_model_with_qk_norm_is_refused(tmp_path):
         hugging_face.write(tmp_path, config, drawn_params(config))
 
 
-def test_a_mixture_is_held_against_its_file(tmp_path):
+@pytest.fixture
+def mixtral(tmp_path):
+    """A folder with a mixture of experts."""
     hugging_face.write(tmp_path, MIXTRAL, drawn_params(MIXTRAL))
+    return tmp_path
+
+
+def test_a_mixture_of_another_configuration_is_refused(mixtral):
     more = dataclasses.replace(MIXTRAL, num_experts=8)
     with pytest.raises(ValueError, match="num_experts is 4 there and 8 here; give"):
-        hugging_face.read(tmp_path, more)
+        hugging_face.read(mixtral, more)
     with pytest.raises(ValueError, match="'mixtral' there; one with experts"):
-        hugging_face.read(tmp_path, SCANNED)
+        hugging_face.read(mixtral, SCANNED)
 
+
+def test_writing_a_mixture_with_shared_experts_is_refused(tmp_path):
     shared = dataclasses.replace(MIXTRAL, shared_experts=1)
     with pytest.raises(ValueError, match="shared_experts=1 is not what Mixtral"):
         hugging_face.write(tmp_path, shared, drawn_params(shared))
 
-    # Without the entries, transformers takes the defaults of a Mixtral.
-    path = tmp_path / "config.json"
+
+def test_a_mixture_without_entries_has_the_defaults_of_transformers(mixtral):
+    path = mixtral / "config.json"
     config_json = json.loads(path.read_text())
     del config_json["rope_theta"], config_json["num_key_value_heads"]
     path.write_text(json.dumps(config_json))
 
     with pytest.raises(ValueError, match="num_kv_heads is 8 there.*rope_theta is 1000"):
-        hugging_face.read(tmp_path, MIXTRAL)
+        hugging_face.read(mixtral, MIXTRAL)
 
 
 def test_without_the_package_it_is_named(folder, monkeypatch):

@@ -286,16 +286,18 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             make_pipelined_loss_fn(config, *sizes)
 
-    def test_a_batch_that_does_not_divide(self):
+    def test_a_batch_that_does_not_divide_is_refused(self):
         with pytest.raises(ValueError, match=r"=6 .* 2 \* 2; use batch_per_region=8"):
             check_pipeline(CONFIG, 2, 2, batch=6, data=2)
         check_pipeline(CONFIG, 2, 2, batch=8, data=2)
+
+    def test_sequences_that_microbatches_do_not_divide_are_refused(self):
         loss_fn = make_pipelined_loss_fn(CONFIG, 2, 3)
         with jax.set_mesh(make_mesh(1, stage=2)):
             with pytest.raises(ValueError, match="8 sequences .* microbatches=3"):
                 jax.eval_shape(loss_fn, draw(CONFIG), tokens(), KEY)
 
-    def test_a_mesh_without_these_stages(self):
+    def test_a_mesh_without_these_stages_is_refused(self):
         loss_fn = make_pipelined_loss_fn(CONFIG, 2, 2)
         with pytest.raises(ValueError, match="stages=2, but the mesh .* stage=2"):
             jax.eval_shape(loss_fn, draw(CONFIG), tokens(), KEY)

@@ -85,13 +85,15 @@ def delays(timeline):
 
 
 def test_a_measured_delay_follows_the_time_of_syncs():
-    # One slot, of 4 steps, until a sync of 3 s has been applied (at step 8) and told of
-    # the one before it; the first knew of none, so what counts comes with the second.
+    # One slot, of 4 steps, until a sync of 3 s is applied (at step 8), which brings the
+    # time of the one before it. The first brings none, so the second decides.
     schedule = measured.staggered(8, 2, "auto")
     timeline = simulate(PAIR, work(2, 2), schedule, 40)
     assert delays(timeline) == [4, 4, 3, 3, 3, 3, 3, 3, 3]
     assert timeline.sim_s == 40.0
-    # Its bound makes it wait.
+
+
+def test_a_measured_delay_at_its_bound_stalls():
     schedule = measured.staggered(8, 2, "auto", max_delay_steps=2)
     timeline = simulate(PAIR, work(2, 2), schedule, 8)
     assert [s.stall_s for s in timeline.syncs] == [1.0]  # that of step 4 + 2
@@ -178,10 +180,13 @@ def test_a_quorum_waits_only_for_its_members():
     assert (sync.start_s, sync.arrival_s, sync.stall_s) == (4.0, 7.0, 1.0)
 
 
-def test_no_region_waits_without_a_schedule_or_another_region():
+def test_no_region_waits_without_a_schedule():
     timeline = simulate(PAIR, work(2, step_time_s=(1.0, 3.0)), None, 4)
     assert timeline.bytes_sent == (0.0, 0.0)
     assert (timeline.sim_s, timeline.utilization(), timeline.syncs) == (12.0, 1.0, ())
+
+
+def test_one_region_alone_waits_for_nothing():
     alone = uniform(1, Link(1.0, 1.0))
     timeline = simulate(alone, work(2, step_time_s=(1.0,)), staggered(1), 5)
     assert (timeline.sim_s, timeline.bytes_sent) == (5.0, (0.0,))

@@ -327,12 +327,17 @@ def test_a_loss_without_aux_is_refused():
         tiny.finish(program, tiny.start(program), 1)
 
 
-def test_steps_past_an_event_and_batches_that_end_are_named():
+def test_steps_past_an_event_are_refused():
     program = tiny.shared_program("diloco")
     state = tiny.start(program)
     assert program.steps_to_event(state) == 2
     why = "3 steps lead past the next event, which is 2"
     with pytest.raises(ValueError, match=why):
         program.advance(state, stacked(0, 3))
+
+
+def test_batches_that_end_early_are_named():
+    program = tiny.shared_program("diloco")
+    batches = map(tiny.make_batch, range(3))
     with pytest.raises(ValueError, match="ended at step 3, before .* step 4"):
-        tiny.follow(program, state, map(tiny.make_batch, range(3)), 8)
+        tiny.follow(program, tiny.start(program), batches, 8)

@@ -97,10 +97,13 @@ def test_the_memory_of_moments_changes_no_number(name, data):
     assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
 
 
-def test_unsupported_memory_is_refused(monkeypatch):
+def test_host_memory_is_refused_for_methods_that_restore_regions():
     robust = methods.get("streaming_diloco", exclude_above=3.0)
     with pytest.raises(ValueError, match="which puts regions back; use 'device'"):
         memory_kind("host", make_mesh(4), robust)
+
+
+def test_memory_that_a_platform_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(placement, "PINNED", "no_such_kind")
     with pytest.raises(ValueError, match="needs memory of the kind .* cpu has"):
         tiny.make_program("cocodc", optimizer_memory="host")

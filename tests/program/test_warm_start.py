@@ -69,6 +69,7 @@ def test_a_state_is_a_pytree_of_its_arrays():
     program = streaming()
     state = finish(program, start(program), 4)
     doubled = jax.tree.map(lambda x: x + x, {"mine": state})["mine"]
+
     assert isinstance(doubled, TrainState)
     assert (doubled.step, doubled.bytes_sent) == (4, state.bytes_sent)
     assert doubled.sync is not None
@@ -76,6 +77,7 @@ def test_a_state_is_a_pytree_of_its_arrays():
     assert set(doubled.sync.in_flight) == set(state.sync.in_flight) != set()
     twice = jax.tree.map(lambda x: 2 * x, state.sync.in_flight)
     assert_same(twice, doubled.sync.in_flight)
+
     # It is an argument of a compiled function too.
     total = jax.jit(lambda s: optax.tree_utils.tree_sum(s.region.params))(state)
     assert np.isfinite(total)
@@ -319,11 +321,15 @@ def test_only_counts_of_schedules_are_set_to_the_step():
     assert counts.pop("ScaleByAdamState") == [0, 0]
     assert counts.keys() >= {"ScaleByScheduleState", "WrappedScheduleState"}
     assert all(count == [7, 3] for count in counts.values())
+
     # Each leaf may be donated.
     leaves = jax.tree.leaves(state)
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
-    without = regional(optax.adam(0.1))
-    assert at_step(without, np.array([7, 3])) is without
+
+
+def test_a_state_without_schedules_is_unchanged_at_another_step():
+    state = regional(optax.adam(0.1))
+    assert at_step(state, np.array([7, 3])) is state
 
 
 def test_a_schedule_inside_of_an_accumulation_goes_on_at_its_updates():

@@ -191,16 +191,26 @@ def tf_events(data):
         data = data[16 + length :]
 
 
-def test_a_full_disk_does_not_hide_the_error_that_ended_a_run(tmp_path):
+@pytest.fixture
+def full_mirror():
+    """A mirror on a full disk."""
+
     def full(*_):
         raise OSError("full")
 
-    mirror = Mirror(full, full)
-    with pytest.raises(KeyError), MetricsWriter(tmp_path, None, [lambda *_: mirror]):
+    return Mirror(full, full)
+
+
+def test_a_full_disk_does_not_hide_the_error_that_ended_a_run(tmp_path, full_mirror):
+    writer = MetricsWriter(tmp_path, None, [lambda *_: full_mirror])
+    with pytest.raises(KeyError), writer:
         raise KeyError
+
+
+def test_a_full_disk_raises_at_the_end_and_the_file_is_closed(tmp_path, full_mirror):
     with (
         pytest.raises(OSError, match="full"),
-        MetricsWriter(tmp_path, None, [lambda *_: mirror]) as writer,
+        MetricsWriter(tmp_path, None, [lambda *_: full_mirror]) as writer,
     ):
         pass
 

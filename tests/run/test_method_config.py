@@ -25,6 +25,8 @@ def test_an_argument_that_the_method_does_not_take_is_refused():
     with pytest.raises(ValueError, match="mixing_alpha=0.5 has no meaning for diloco"):
         MethodConfig("streaming_diloco", {"mixing_alpha": 0.5}).replace("diloco")
 
+
+def test_an_argument_that_no_method_takes_is_refused():
     with pytest.raises(ValueError, match="ranck=4 is no argument of any method"):
         MethodConfig("diloco", where_taken={"ranck": 4})
 

@@ -18,6 +18,9 @@ def test_a_port_in_use_is_refused():
         processes = Processes(address, 2, 0)
         with pytest.raises(ValueError, match=f"{address}': process 0 cannot listen on"):
             processes.start(num_regions=4)
+
+
+def test_a_port_out_of_range_is_refused():
     with pytest.raises(ValueError, match="cannot listen on port 99999"):
         Processes("127.0.0.1:99999", 2, 0).start(num_regions=4)
 
@@ -104,21 +107,37 @@ def test_saved_losses_follow_their_regions_to_other_processes(
     assert resume.progress(saved, regions)["window"] == []
 
 
-def test_a_launcher_passes_processes_by_the_environment(monkeypatch):
+def set_environment(monkeypatch, count):
+    """Set what a launcher of `count` processes passes to process 0."""
     monkeypatch.setenv(processes.ADDRESS, "10.0.0.1:80")
     monkeypatch.setenv(processes.ID, "0")
-    monkeypatch.setenv(processes.COUNT, "1")  # As the lab does with one region.
-    assert Processes.from_environment() == Processes()
-    monkeypatch.setenv(processes.COUNT, "3")
+    monkeypatch.setenv(processes.COUNT, count)
+
+
+def test_a_launcher_passes_processes_by_the_environment(monkeypatch):
+    set_environment(monkeypatch, "3")
     assert Processes.from_environment() == Processes("10.0.0.1:80", 3, 0)
-    three = Processes.from_environment(process_id=2, heartbeat_timeout_s=7)
-    assert three == Processes("10.0.0.1:80", 3, 2, heartbeat_timeout_s=7)
-    monkeypatch.setenv(processes.COUNT, "many")
+
+
+def test_arguments_take_the_place_of_the_environment(monkeypatch):
+    set_environment(monkeypatch, "3")
+    processes_of_run = Processes.from_environment(process_id=2, heartbeat_timeout_s=7)
+    expected = Processes("10.0.0.1:80", 3, 2, heartbeat_timeout_s=7)
+    assert processes_of_run == expected
+
+
+def test_an_environment_of_one_process_is_none(monkeypatch):
+    set_environment(monkeypatch, "1")  # As the lab does with one region.
+    assert Processes.from_environment() == Processes()
+
+
+def test_an_invalid_environment_is_refused(monkeypatch):
+    set_environment(monkeypatch, "many")
     with pytest.raises(ValueError, match="COCODC_NUM_PROCESSES='many'.*whole number"):
         Processes.from_environment()
 
 
-def test_processes_of_different_code_are_refused(monkeypatch, tmp_path):
+def test_processes_of_different_code_are_refused(monkeypatch):
     def from_another_checkout(value):
         return [value, value, {**value, "code": "0123456789ab"}]
 
@@ -126,18 +145,28 @@ def test_processes_of_different_code_are_refused(monkeypatch, tmp_path):
     digest = processes.code_digest()
     with pytest.raises(ValueError, match=f"code is '{digest}' in process 0, '0123456"):
         check_alike({"run": {"steps": 3}})
+
+
+def test_processes_of_different_values_are_refused(monkeypatch):
     monkeypatch.setattr(
         processes, "gather", lambda value: [value, {**value, "text": 1}]
     )
     with pytest.raises(ValueError, match="text is 'a' in process 0, 1 in 1"):
         check_alike({"text": "a"})
+
+
+def test_equal_processes_pass_the_check(monkeypatch):
     monkeypatch.setattr(processes, "gather", lambda value: [value, value])
     check_alike({"run": {"steps": 3}})
-    (tmp_path / "a.py").write_text("x = 1\n")
+
+
+def test_the_digest_of_the_code_changes_with_a_file(monkeypatch, tmp_path):
+    digests = {processes.code_digest()}
     monkeypatch.setattr(processes.cc, "__file__", str(tmp_path / "__init__.py"))
-    first = processes.code_digest()
-    (tmp_path / "a.py").write_text("x = 2\n")
-    assert len({digest, first, processes.code_digest()}) == 3
+    for text in ("x = 1\n", "x = 2\n"):
+        (tmp_path / "a.py").write_text(text)
+        digests.add(processes.code_digest())
+    assert len(digests) == 3
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,18 @@ def test_invalid_configurations_are_refused_before_anything_compiles(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_elastic_run_cannot_adopt_another(tmp_path):
+def test_a_run_without_checkpoints_cannot_be_adopted(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text(dumps(PRESET.to_json()))
     config = PRESET.replace(adopt_from=str(tmp_path), exchange="elastic")
     with pytest.raises(ValueError, match="holds no run with checkpoints"):
         Source.of(config)
-    (tmp_path / "checkpoints" / "8").mkdir()
+
+
+def test_an_elastic_run_cannot_adopt_another(tmp_path):
+    (tmp_path / "checkpoints" / "8").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(dumps(PRESET.to_json()))
+    config = PRESET.replace(adopt_from=str(tmp_path), exchange="elastic")
     with pytest.raises(ValueError, match="is not possible with exchange='elastic'"):
         Source.of(config)
 
@@ -128,13 +133,18 @@ def test_a_file_in_place_of_the_checkpoints_is_named(tmp_path):
         resume.check_workdir(PRESET.resolve(), tmp_path)
 
 
-def test_a_folder_of_results_is_made_or_named(tmp_path):
-    resume.make_folder(tmp_path / "new" / "run")
-    resume.make_folder(tmp_path / "new" / "run")
+def test_a_folder_of_results_is_created_if_it_is_missing(tmp_path):
+    for _ in range(2):
+        resume.make_folder(tmp_path / "new" / "run")
+        assert (tmp_path / "new" / "run").is_dir()
 
+
+def test_an_invalid_folder_of_results_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"workdir='.*file' is a file; name a folder"):
         resume.make_folder(tmp_path / "file")
+    with pytest.raises(ValueError, match="run' cannot be written to .Not a dir"):
+        resume.make_folder(tmp_path / "file" / "run")
 
     with pytest.raises(
         ValueError, match=r"workdir='.*' cannot be written to \(File na"
@@ -143,8 +153,6 @@ def test_a_folder_of_results_is_made_or_named(tmp_path):
 
     with pytest.raises(ValueError, match="workdir='gs://models/run' is in a bucket"):
         resume.make_folder(pathlib.Path("gs://models/run"))
-    with pytest.raises(ValueError, match="run' cannot be written to .Not a dir"):
-        resume.make_folder(tmp_path / "file" / "run")
 
 
 def take(folder):

@@ -152,6 +152,9 @@ def test_moments_are_read_from_a_text(text, expected):
 def test_invalid_texts_of_moments_are_refused(text):
     with pytest.raises(ValueError, match=f"sync_moments='{text}' must be two numbers"):
         methods.get("des_loc", sync_moments=text)
+
+
+def test_intervals_of_moments_are_not_negative():
     with pytest.raises(ValueError, match="first=-1 must be at least 0"):
         Moments(-1, 2)
 

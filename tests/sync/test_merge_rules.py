@@ -158,6 +158,7 @@ def test_weights_outside_of_0_to_1_are_refused(weight):
     message = f"mixing_alpha={weight} must be between 0 and 1"
     with pytest.raises(ValueError, match=message):
         merge.mix(weight)
+
     message = "merge_feedback=True has" if weight > 1 else f"kept={weight} must be at"
     with pytest.raises(ValueError, match=message):
         merge.remembering(merge.mix(0.25), weight)

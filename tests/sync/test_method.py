@@ -106,12 +106,15 @@ def test_a_method_needs_what_its_parts_need():
     ("schedule", "message"), [(ranked_rounds(4, 4, 1), AsIs()), (staggered(4), RANKED)]
 )
 def test_ranked_rounds_and_ranked_messages_need_each_other(schedule, message):
-    assert isinstance(synced(schedule=ranked_rounds(4, 4, 1), message=RANKED), Sync)
     with pytest.raises(
         ValueError,
         match=f"{type(schedule).__name__} and {type(message).__name__} do not go tog",
     ):
         synced(schedule=schedule, message=message)
+
+
+def test_ranked_rounds_go_with_ranked_messages_and_need_an_effective_rank():
+    assert isinstance(synced(schedule=ranked_rounds(4, 4, 1), message=RANKED), Sync)
     assert RankedRounds.needs == {"effective_rank"}
 
 

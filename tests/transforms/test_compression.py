@@ -271,6 +271,10 @@ def test_stochastic_rounding_is_unbiased_and_nearest_is_not(name):
     nearest = round_trip(name, x)
     assert np.any(np.abs(nearest - x) > 4.5 * error + 1e-6)
 
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2", "fp4"])
+def test_stochastic_rounding_without_a_key_is_refused(name):
+    x = np.float32([1.0, 0.33])
     message = rf"{name}\(stochastic=True\).encode needs a key"
     with pytest.raises(ValueError, match=message):
         round_trip(f"{name}(stochastic=True)", x, None)

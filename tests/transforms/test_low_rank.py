@@ -44,6 +44,9 @@ def test_equal_singular_values_count_whole():
 def test_effective_rank_is_the_mean_over_tensors():
     tree = {"a": np.eye(3), "b": [np.ones((4, 4)), None]}
     np.testing.assert_allclose(low_rank.effective_rank(tree), 2, rtol=1e-5)
+
+
+def test_effective_rank_of_a_tree_without_leaves_is_refused():
     with pytest.raises(ValueError, match="without leaves"):
         low_rank.effective_rank(((), ()))
 
@@ -117,13 +120,16 @@ def test_a_warm_start_survives_a_larger_rank():
     np.testing.assert_allclose(resized(x, state), x, atol=1e-4)
 
 
-def test_shapes_are_enough_and_a_wrong_rank_is_named():
-    compressor = low_rank.low_rank(2)
-    shapes = jax.eval_shape(lambda: TREE)
-    resized = low_rank.resize(compressor.init(TREE), shapes, 3)
+def test_a_state_is_resized_by_shapes_alone():
+    state = low_rank.low_rank(2).init(TREE)
+    resized = low_rank.resize(state, jax.eval_shape(lambda: TREE), 3)
     assert resized.right[2].shape == (10, 3)
+
+
+def test_a_rank_of_zero_is_refused():
+    state = low_rank.low_rank(2).init(TREE)
     with pytest.raises(ValueError, match="rank=0 must be at least 1"):
-        low_rank.resize(compressor.init(TREE), shapes, 0)
+        low_rank.resize(state, TREE, 0)
 
 
 # --- Stacks of layers ---------------------------------------------------------------

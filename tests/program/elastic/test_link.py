@@ -388,6 +388,9 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
         read_key(path)
     path.chmod(0o600)
     assert read_key(path) == KEY
+
+
+def test_a_missing_key_is_named(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         read_key(tmp_path / "none")
 

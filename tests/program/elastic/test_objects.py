@@ -407,14 +407,15 @@ def test_invalid_places_are_refused_in_one_line(fields, message):
         Place(**fields, key=KEY, timing=TIMING)
 
 
-def test_a_store_that_cannot_be_reached_is_named(tmp_path, monkeypatch):
+def test_a_store_that_cannot_be_reached_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"via='.*file' cannot be reached: .*exists"):
         objects.reach(f"{tmp_path}/file")
-
     with pytest.raises(ValueError, match="via='ftq://x' cannot be reached"):
         objects.reach("ftq://x")
 
+
+def test_a_store_whose_package_is_missing_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(MissingExtraError, match=r"s3fs is not .*cocodc_jax\[s3\]'"):
         objects.reach("s3://bucket/run")

@@ -249,6 +249,11 @@ def test_regions_begin_together_and_every_mean_has_every_region():
         assert world.logs[1][sync] == world.logs[0][sync]
 
 
+def beat_of(view):
+    """Return the heartbeat of a member of a view."""
+    return messages.Beat(view, promised=messages.NO_EPOCH, oldest_step=0, hears=())
+
+
 def until(world, kind):
     """Deliver in order up to a message of a kind; return its index."""
     for _ in range(400):
@@ -270,29 +275,26 @@ def test_a_request_to_join_that_arrives_after_a_beat_is_ignored():
     """A region that joins must not conclude that the others are joining too."""
     world = World(2)
     world.kill(1)
-    request = messages.Join(0, ())
     world.boot(1)
     late = world.members[1]
     boot = world.members[0].boot
+
+    request = messages.Join(step=0, hears=())
     late.receive(0, boot, request, 1.0)
     assert not late.hears_others()
 
     epoch = messages.Epoch(1, 0, boot)
-    late.receive(
-        0,
-        boot,
-        messages.Beat(
-            messages.View(epoch, {0: messages.Seat(boot, 0, (0, boot))}), epoch, 6, ()
-        ),
-        1.0,
-    )
+    view = messages.View(epoch, {0: messages.Seat(boot, 0, (0, boot))})
+    beat = messages.Beat(view, promised=epoch, oldest_step=6, hears=())
+    late.receive(0, boot, beat, 1.0)
 
     late.receive(0, boot, request, 1.0)
     assert late.hears_others()
     assert late.others_step(1.0) == 6
 
     # A request of a new life cannot be an old one.
-    late.receive(0, boot + 9, messages.Join(0, (late.life,)), 1.0)
+    new_request = messages.Join(step=0, hears=(late.life,))
+    late.receive(0, boot + 9, new_request, 1.0)
     assert not late.hears_others()
 
 
@@ -723,8 +725,8 @@ def test_a_life_that_returns_is_older_than_one_that_started_meanwhile():
     world.boots += 5
     world.boot(1)
     newer = world.members[1]
-    world.members[0].receive(1, newer.boot, messages.Join(0, ()), world.now)
-    world.members[2].receive(1, newer.boot, messages.Join(0, ()), world.now)
+    world.members[0].receive(1, newer.boot, messages.Join(step=0, hears=()), world.now)
+    world.members[2].receive(1, newer.boot, messages.Join(step=0, hears=()), world.now)
 
     place = dataclasses.replace(world.place, region=1)
     returned = Member(place, frozen.boot + 1, 9, world.now, is_new=False)
@@ -739,7 +741,7 @@ def test_a_life_that_returns_is_older_than_one_that_started_meanwhile():
                 returned.receive(sender, boot, message, world.now)
 
     for region in (0, 2):
-        beat = messages.Beat(world.members[region].view, messages.NO_EPOCH, 0, ())
+        beat = beat_of(world.members[region].view)
         returned.receive(region, world.members[region].boot, beat, world.now)
 
     assert world.members[0].view.has(newer.life)
@@ -766,14 +768,14 @@ def test_a_start_with_a_clock_that_is_behind_learns_a_number_from_the_others(lis
 
     view = world.members[0].view
     assert view.has(newer.life)
-    beat = messages.Beat(view, messages.NO_EPOCH, 0, ())
+    beat = beat_of(view)
     older.receive(0, world.members[0].boot, beat, world.now)
     assert older.is_superseded == listens
 
     # The new life ends if the other one gets the seat.
     seat = messages.Seat(older.boot, 0, older.life)
     view = messages.View(view.epoch, {**view.seats, 1: seat})
-    beat = messages.Beat(view, messages.NO_EPOCH, 0, ())
+    beat = beat_of(view)
     newer.receive(0, world.members[0].boot, beat, world.now)
     assert newer.is_superseded != listens
 
@@ -788,7 +790,7 @@ def test_a_life_that_was_frozen_at_its_start_does_not_take_a_number_above_others
     newer = world.members[1]
     world.settle(12)
 
-    beat = messages.Beat(world.members[0].view, messages.NO_EPOCH, 0, ())
+    beat = beat_of(world.members[0].view)
     slow.receive(0, world.members[0].boot, beat, world.now)
     assert slow.is_superseded
     assert world.members[0].view.has(newer.life)
@@ -922,7 +924,7 @@ def test_a_region_that_was_frozen_does_not_take_the_others_for_dead(region):
 def test_time_that_a_region_was_frozen_does_not_count_as_silence_of_others():
     """The others were silent for 4 s of 5 before this region was frozen for 3 s."""
     hearing = Hearing((0, 1), 5.0)
-    hearing.hear(1, 7, messages.Join(0, ()), 0.0, True)
+    hearing.hear(1, 7, messages.Join(step=0, hears=()), 0.0, True)
     hearing.spare(3.0, 7.0)
     assert hearing.sends(1, 7, 11.9)
     assert not hearing.sends(1, 7, 12.1)

@@ -18,10 +18,13 @@ from tests.program import tiny
 FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
 
 
-def test_zero_channels_and_a_place_without_elastic_are_refused():
+def test_zero_channels_are_refused():
     """Values other than the choices are refused too, see `run/test_help.py`."""
     with pytest.raises(ValueError, match="outer_channels=0 must be at least 1"):
         Transport(outer_channels=0)
+
+
+def test_a_place_is_refused_without_elastic_regions():
     with pytest.raises(ValueError, match="place has no meaning for exchange='auto'"):
         Transport(place=Place(0, ("a:1",), b"k" * 32))
 
@@ -66,6 +69,10 @@ def test_measured_delays_need_the_outer_mesh():
     why = "exchange='program' is not possible .*'streaming_diloco'.*use"
     with pytest.raises(ValueError, match=why):
         Transport("program").resolve(method, num_processes=2)
+
+
+def test_measured_delays_are_refused_with_a_divided_outer_state():
+    method = methods.get("streaming_diloco", **FRAGMENTS, delay_steps="auto")
     why = "exchange='auto' is not .*, but its outer state is divided"
     with pytest.raises(ValueError, match=why):
         Transport("auto").resolve(method.placed("divided"), num_processes=2)

@@ -190,6 +190,10 @@ def test_events_name_the_regions_that_take_part():
     events = [e for _, _, now in walk(schedule, schedule.init(), 8) for e in now]
     assert [e.participating for e in events if e.kind == START] == [(0, 2)] * 4
     assert [e.participating for e in events if e.kind == FINISH] == [(0, 2)] * 3
+
+
+def test_regions_that_take_part_must_exist():
+    schedule = dataclasses.replace(staggered(4, 2, 1), participating=(0, 2))
     assert schedule.bind(Regions.alike(3)) is schedule
     with pytest.raises(ValueError, match=r"participating=\(0, 2\) names a region that"):
         schedule.bind(Regions.alike(2))
