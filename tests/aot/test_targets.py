@@ -72,16 +72,21 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch, text, extra):
 
 
 def test_regions_share_a_machine_out():
-    config = place(PRESETS["paper_150m"], Target.parse("v5e:4x4", 4), False)
+    config = place(
+        PRESETS["paper_150m"], Target.parse("v5e:4x4", 4), keep_data_axis=False
+    )
     assert config.run.data_axis == 16
     assert config.run.exchange == "program"
 
     wide = PRESETS["1b"].replace(model_axis=4)
-    assert place(wide, Target.parse("v5p:4x4x4"), False).run.data_axis == 4
-    kept = place(wide.replace(data_axis=4), Target.parse("v5p:4x4x4"), True)
+    machine = Target.parse("v5p:4x4x4")
+    chosen = place(wide, machine, keep_data_axis=False)
+    assert chosen.run.data_axis == 4
+
+    kept = place(wide.replace(data_axis=4), machine, keep_data_axis=True)
     assert kept.run.data_axis == 4
     with pytest.raises(ValueError, match="do not divide the 16 chips .* none left"):
-        place(wide, Target.parse("v5p:4x4x4"), True)
+        place(wide, machine, keep_data_axis=True)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +99,11 @@ def test_regions_share_a_machine_out():
 )
 def test_a_machine_that_regions_cannot_share_is_refused(changes, target, message):
     with pytest.raises(ValueError, match=message):
-        place(PRESETS["paper_150m"].replace(**changes), Target.parse(*target), False)
+        place(
+            PRESETS["paper_150m"].replace(**changes),
+            Target.parse(*target),
+            keep_data_axis=False,
+        )
 
 
 def test_the_compilers_refusals_are_read():
@@ -116,16 +125,25 @@ def test_a_roofline_by_hand(hidden_s, seconds, limit):
 
     def moves(axes, num_bytes, spans):
         array = Array("f32", (1,))
-        return Collective("all-reduce", axes, num_bytes, 2, True, spans, array, "x")
+        return Collective(
+            kind="all-reduce",
+            axes=axes,
+            num_bytes=num_bytes,
+            times=2,
+            is_async=True,
+            spans=spans,
+            array=array,
+            name="x",
+        )
 
     roofline = job.estimate(
         chip,
         chip.flops * 3,
         chip.hbm_bps * 2,
         [
-            moves(("data",), chip.link_bps * 2, False),
-            moves(("region",), chip.network_bps / 2, False),
-            moves(("slice",), chip.network_bps * hidden_s / 2, True),
+            moves(("data",), chip.link_bps * 2, spans=False),
+            moves(("region",), chip.network_bps / 2, spans=False),
+            moves(("slice",), chip.network_bps * hidden_s / 2, spans=True),
         ],
     )
 
@@ -135,7 +153,9 @@ def test_a_roofline_by_hand(hidden_s, seconds, limit):
 
 
 def test_remedies_build_on_each_other_and_change_numbers_last():
-    config = place(PRESETS["paper_150m"], Target.parse("v5e:4x4", 4), False)
+    config = place(
+        PRESETS["paper_150m"], Target.parse("v5e:4x4", 4), keep_data_axis=False
+    )
     combined = list(remedies(config))
     assert combined[0][0] == "--remat=full"
     assert combined[1][0] == "--remat=full --loss_chunk_tokens=512"

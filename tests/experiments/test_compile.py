@@ -105,7 +105,7 @@ def test_progress_is_printed_and_the_compiler_ends_with_the_command(command, tmp
 def test_moments_in_host_memory_take_no_memory_of_a_tpu():
     target = Target.parse("v5e:1x2", 2)
     small = SMALL | dict(remat="none", optimizer_memory="host")
-    config = place(PRESETS["smoke"].replace(**small), target, False)
+    config = place(PRESETS["smoke"].replace(**small), target, keep_data_axis=False)
 
     about, (program,) = Job(config, target, "^inner steps$").run()
 
@@ -126,7 +126,7 @@ def test_offloaded_activations_take_no_memory_of_a_tpu():
 
     for remat in ("attention", "offload"):
         small = SMALL | model | dict(remat=remat, batch_per_region=64)
-        config = place(PRESETS["smoke"].replace(**small), target, False)
+        config = place(PRESETS["smoke"].replace(**small), target, keep_data_axis=False)
         about, (by_region[remat],) = Job(config, target, "^inner steps$").run()
 
     # The input of each block, for half of the sequences.
@@ -147,7 +147,7 @@ def test_offloaded_activations_take_no_memory_of_a_tpu():
 @needs_libtpu
 def test_one_program_alone_is_compiled_by_name():
     target = Target.parse("v5e:1x2", 2)
-    config = place(PRESETS["smoke"].replace(**SMALL), target, False)
+    config = place(PRESETS["smoke"].replace(**SMALL), target, keep_data_axis=False)
     message = "'fragment 3' is found in none of first sta"
     with pytest.raises(UnknownProgramError, match=message):
         Job(config, target, "fragment 3").run()
@@ -222,7 +222,7 @@ def test_a_window_of_experts_that_devices_share_is_compiled_for_a_tpu():
         expert_axis=2,
         method="streaming_diloco",
     )
-    config = place(PRESETS["smoke"].replace(**model), target, False)
+    config = place(PRESETS["smoke"].replace(**model), target, keep_data_axis=False)
 
     about, (program,) = Job(config, target, "^start fragment 1, inner").run()
 
@@ -272,7 +272,11 @@ def test_a_name_of_no_program_is_a_wrong_flag(error, code, monkeypatch, capsys):
 
 def test_a_compiler_that_dies_is_reported(monkeypatch):
     target = Target.parse("v5e:1x2", 2)
-    config = place(PRESETS["smoke"].replace(regions=2, eval_batches=2), target, False)
+    config = place(
+        PRESETS["smoke"].replace(regions=2, eval_batches=2),
+        target,
+        keep_data_axis=False,
+    )
 
     # Without packages Python finds no compiler.
     monkeypatch.setenv("PYTHONPATH", "/no/such")

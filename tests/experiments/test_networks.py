@@ -117,7 +117,7 @@ def test_pace_by_hand():
     assert late.stall_s == pytest.approx(100 / 6)
     assert late.sync_s == 3.0
     quiet = dataclasses.replace(TIMELINE, syncs=())
-    assert lab_run.pace(quiet) == Pace(1.45, None, None)
+    assert lab_run.pace(quiet) == Pace(1.45, stall_s=None, sync_s=None)
 
 
 def made_up(folder, marks, syncs, sent, steps):
@@ -142,7 +142,13 @@ def test_a_runs_files_become_numbers(tmp_path, recorded_sync):
     ]
     made_up(tmp_path, [[2, 1.0], [4, 3.0], [6, 6.0]], syncs, 112, 6)
     measured = lab_run.read(tmp_path, Stretch(4, 6))
-    assert measured == Measured(Pace(1.5, 25.0, 1.0), (1.5, 1.5), (64.0, 48.0), 112, 90)
+    assert measured == Measured(
+        Pace(1.5, stall_s=25.0, sync_s=1.0),
+        region_step_s=(1.5, 1.5),
+        fragment_bytes=(64.0, 48.0),
+        sent_bytes=112,
+        relayed_bytes=90,
+    )
     value = json.loads(json.dumps(dataclasses.asdict(measured)))
     assert Measured.from_json(value) == measured
 
@@ -154,11 +160,17 @@ def test_a_method_that_sends_at_every_step_has_one_message(tmp_path):
     made_up(tmp_path, [[2, 1.0], [4, 3.0]], [], 400, 4)
     measured = lab_run.read(tmp_path, Stretch(2, 4))
     assert measured.fragment_bytes == (100.0,)
-    assert measured.pace == Pace(1.0, None, None)
+    assert measured.pace == Pace(1.0, stall_s=None, sync_s=None)
 
 
 RATE = 12.5e6 * (1 - 52 / 12_500)  # bytes a second of 100 Mbit/s, less headers
-ALONE = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 500_000)
+ALONE = Measured(
+    Pace(0.25, stall_s=None, sync_s=None),
+    region_step_s=(0.25,) * 2,
+    fragment_bytes=(),
+    sent_bytes=0,
+    relayed_bytes=500_000,
+)
 FOUR = lab_run.network("100", 4)
 
 
@@ -199,9 +211,17 @@ def test_simulated_delay_hides_a_sync_that_is_shorter():
 
 
 def test_host_bandwidth_explains_steps_that_took_longer_than_expected():
-    run = Measured(Pace(0.3, None, None), (0.3,) * 2, (1e6,), 0, 0)
-    assert lab_run.host_bytes_per_s(run, Pace(0.25, 0.1, 0.2)) == pytest.approx(20e6)
-    assert lab_run.host_bytes_per_s(run, Pace(0.31, 0.1, 0.2)) == math.inf
+    run = Measured(
+        Pace(0.3, stall_s=None, sync_s=None),
+        region_step_s=(0.3,) * 2,
+        fragment_bytes=(1e6,),
+        sent_bytes=0,
+        relayed_bytes=0,
+    )
+    expected = Pace(0.25, stall_s=0.1, sync_s=0.2)
+    assert lab_run.host_bytes_per_s(run, expected) == pytest.approx(20e6)
+    slower = Pace(0.31, stall_s=0.1, sync_s=0.2)
+    assert lab_run.host_bytes_per_s(run, slower) == math.inf
 
     method = methods.get("diloco", sync_interval=10)
     predict = functools.partial(
@@ -222,7 +242,13 @@ def test_host_bandwidth_explains_steps_that_took_longer_than_expected():
 
 def test_the_simulator_has_the_slots_that_a_method_has():
     network = lab_run.network("1000", 2)
-    run = Measured(ALONE.pace, (), (1e5,) * 4, 0, 0)
+    run = Measured(
+        ALONE.pace,
+        region_step_s=(),
+        fragment_bytes=(1e5,) * 4,
+        sent_bytes=0,
+        relayed_bytes=0,
+    )
     stretch = Stretch(40, 80)
 
     method = methods.get("cocodc", sync_interval=40)
@@ -246,11 +272,32 @@ def test_compressed_messages_are_gathered():
 
 
 def rows():
-    run = Measured(Pace(0.5, 10.0, 1.5), (0.5,) * 2, (64.0,), 1000, 2_000_000)
-    every = Measured(Pace(2.5, None, None), (2.5,) * 2, (64.0,), 1000, 2_000_000)
+    run = Measured(
+        Pace(0.5, stall_s=10.0, sync_s=1.5),
+        region_step_s=(0.5,) * 2,
+        fragment_bytes=(64.0,),
+        sent_bytes=1000,
+        relayed_bytes=2_000_000,
+    )
+    every = Measured(
+        Pace(2.5, stall_s=None, sync_s=None),
+        region_step_s=(2.5,) * 2,
+        fragment_bytes=(64.0,),
+        sent_bytes=1000,
+        relayed_bytes=2_000_000,
+    )
     return [
-        report.row("100", "diloco", run, Pace(0.4, 5.0, 1.2), 1.2e6, ALONE),
-        report.row("100", "data_parallel", every, Pace(2.0, 70.0, 1.0), 1e6, ALONE),
+        report.row(
+            "100", "diloco", run, Pace(0.4, stall_s=5.0, sync_s=1.2), 1.2e6, ALONE
+        ),
+        report.row(
+            "100",
+            "data_parallel",
+            every,
+            Pace(2.0, stall_s=70.0, sync_s=1.0),
+            1e6,
+            ALONE,
+        ),
         report.failure("20", "diloco", LabRunError("exit code 1: no room")),
     ]
 

@@ -56,7 +56,7 @@ def test_a_grid_is_the_product_of_its_axes_and_the_published_settings():
     published = [True, False, False] * 2 + [True] * 2
     assert [s.published for s in parsed.settings] == published
     arguments = [s.config.method.given for s in parsed.settings]
-    # 0.7 is the default of DiLoCo.
+    # The first, published row has the default of Streaming DiLoCo.
     assert [values.get("outer_lr") for values in arguments[:3]] == [0.4, 1.0, 0.7]
     compressors = [values.get("compress") for values in arguments[:6]]
     assert compressors == ["none"] * 3 + ["ef+int4"] * 3
@@ -439,7 +439,10 @@ def test_a_sweep_that_tunes_nothing_has_one_column(tmp_path):
 
 def test_a_row_that_a_kill_cut_off_is_dropped(tmp_path):
     setting = table(GRID).settings[0]
-    a, c = (written(Row(setting, seed, "final", ()), 1.0) for seed in (0, 1))
+    a, c = (
+        written(Row(setting, seed=seed, stage="final", tuned=()), 1.0)
+        for seed in (0, 1)
+    )
     rows.append(tmp_path, a)
 
     with (tmp_path / rows.FILE).open("ab") as file:
@@ -456,7 +459,8 @@ def test_a_row_that_a_kill_cut_off_is_dropped(tmp_path):
 def test_rows_of_two_texts_are_refused(tmp_path):
     """As of two machines with other files at the same path."""
     first, second = (
-        written(Row(table(GRID).settings[0], seed, "final", ()), 1.0) for seed in (0, 1)
+        written(Row(table(GRID).settings[0], seed=seed, stage="final", tuned=()), 1.0)
+        for seed in (0, 1)
     )
     rows.append(tmp_path, first | {"text": "text-1, bytes"})
     rows.append(tmp_path, second)  # Of an earlier version.
@@ -478,14 +482,16 @@ def test_a_row_that_cannot_be_written_names_its_file(tmp_path):
 
 def test_a_row_may_have_an_infinite_limit(tmp_path):
     parsed = table(GRID.replace("outer = [", "exclude_above = inf\nouter = ["))
-    row = written(Row(parsed.settings[0], 0, "final", ()), 1.0)
+    row = written(Row(parsed.settings[0], seed=0, stage="final", tuned=()), 1.0)
     rows.append(tmp_path, row)
     assert rows.read(tmp_path) == [row]
 
 
 def test_rungs_count_for_the_cells_of_their_steps(halved):
     plan, _, folder = halved
-    longer = Row(plan.grid.settings[0].at(48), 0, "final", plan.grid.tuned)
+    longer = Row(
+        plan.grid.settings[0].at(48), seed=0, stage="final", tuned=plan.grid.tuned
+    )
     rows.append(folder, written(longer, 2.0))
     of_rows = cells.cells(rows.read(folder), plan.to_json()["chosen"])
     assert [cell.tried for cell in of_rows] == [3, 3, 0, 0, 0]
@@ -606,7 +612,7 @@ def test_data_are_opened_before_the_first_row_trains(
 
 
 def test_a_fragment_that_never_arrived_has_the_mean_bytes_of_the_others():
-    row = Row(table(GRID).settings[0], 0, "final", ())
+    row = Row(table(GRID).settings[0], seed=0, stage="final", tuned=())
     summary = collections.defaultdict(lambda: 1)
 
     def bytes_of(sent):
@@ -656,13 +662,15 @@ def test_a_reference_must_be_one_cell_of_the_grid_or_of_its_rows():
 
     with pytest.raises(ValueError, match="reference_column='tuned' is of grids that"):
         reference.check(None, "tuned", plain, [])
-    row = written(Row(plan.grid.settings[-1], 0, "final", ("outer_lr",)), 1.0)
+    row = written(
+        Row(plan.grid.settings[-1], seed=0, stage="final", tuned=("outer_lr",)), 1.0
+    )
 
     with pytest.raises(ValueError, match="reference='method=data_parallel,seed=0' is"):
         reference.check("method=data_parallel,seed=0", "published", plain, [])
     reference.check("method=data_parallel,seed=0", "tuned", plain, [row])
     # A setting with some of its rows is one cell.
-    row = written(Row(plain.grid.settings[-1], 3, "final", ()), 1.0)
+    row = written(Row(plain.grid.settings[-1], seed=3, stage="final", tuned=()), 1.0)
     reference.check("method=data_parallel", "published", plain, [row])
 
     both = "'method=streaming_diloco' is 4 cells; say as well .* or compress .none, ef"

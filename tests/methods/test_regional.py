@@ -139,9 +139,9 @@ def test_a_mean_over_senders_diverges_and_one_over_all_regions_does_not():
     """
     free = 64 / np.sqrt(1 - 0.95**2)  # A momentum without messages.
     for num_regions in (2, 4):
-        assert momentum_after(num_regions, False) < 1.5 * free
-    assert momentum_after(2, True) < 1.5 * free
-    assert momentum_after(4, True) > 1e10
+        assert momentum_after(num_regions, is_over_senders=False) < 1.5 * free
+    assert momentum_after(2, is_over_senders=True) < 1.5 * free
+    assert momentum_after(4, is_over_senders=True) > 1e10
 
 
 # --- LT-ADMM-CC: the sign of its z update, its rest, and that it gets there ---

@@ -196,16 +196,19 @@ def test_an_unsupported_kernel_is_refused(changes, platform, length, flags, mess
 def test_wide_heads_have_a_kernel_from_hopper_on(capability, kernel):
     device = types.SimpleNamespace(compute_capability=capability)
     most = head_width_of(device)
-    assert choose(WIDE, "gpu", 128, True, most_head_width=most).attention == kernel
+    chosen = choose(WIDE, "gpu", 128, is_divided=True, most_head_width=most)
+    assert chosen.attention == kernel
 
 
 @pytest.mark.parametrize("capability", ["7.5", "gfx90a"])
 def test_gpus_without_a_kernel_have_plain_attention(capability):
     most = head_width_of(types.SimpleNamespace(compute_capability=capability))
-    assert choose(SMALL, "gpu", 128, True, most_head_width=most).attention == "plain"
+    chosen = choose(SMALL, "gpu", 128, is_divided=True, most_head_width=most)
+    assert chosen.attention == "plain"
+
     config = dataclasses.replace(SMALL, attention="cudnn")
     with pytest.raises(ValueError, match="'cudnn' is not made for this GPU; use"):
-        choose(config, "gpu", 128, True, most_head_width=most)
+        choose(config, "gpu", 128, is_divided=True, most_head_width=most)
 
 
 def test_blocks_above_the_diagonal_are_left_out():

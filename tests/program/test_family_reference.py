@@ -232,10 +232,10 @@ CASES = {
         "multi_ring", {"sync_interval": 4},
         twin(ref.synchronous, 4, 1.0, 0.0, lambda: ref.plain, num_regions=3), 3, 3,
     ),
-    "co2": Case("co2", CO2, twin(ref.co2, 2, 1.0, 0.6, 0.6, False)),
+    "co2": Case("co2", CO2, twin(ref.co2, 2, 1.0, 0.6, 0.6, is_measured=False)),
     "co2, a measured gap": Case(
         "co2", CO2 | {"staleness_gap": "measured"},
-        twin(ref.co2, 2, 1.0, 0.6, 0.6, True),
+        twin(ref.co2, 2, 1.0, 0.6, 0.6, is_measured=True),
     ),
     "eager": Case("eager", EACH_2 | OUTER, twin(ref.eager, 2, 0.4, 0.9)),
     "noloco, in a block": Case("noloco", NOLOCO, noloco_twin),
@@ -322,12 +322,16 @@ CASES = {
         {"sync_interval": 4, "delay_steps": 3, "mask_density": 0.3, "mask_seed": 5},
         twin(ref.loscar, 4, 3, drawn_mask),
     ),
-    "async_sparta": Case("async_sparta", ASYNC_SPARTA, sparta_twin(0.7, True)),
+    "async_sparta": Case(
+        "async_sparta", ASYNC_SPARTA, sparta_twin(0.7, is_delayed=True)
+    ),
     "async_sparta, a replay": Case(
-        "async_sparta", ASYNC_SPARTA | {"progress_decay": 0.0}, sparta_twin(0.0, True)
+        "async_sparta", ASYNC_SPARTA | {"progress_decay": 0.0},
+        sparta_twin(0.0, is_delayed=True),
     ),
     "async_sparta, at once": Case(
-        "async_sparta", ASYNC_SPARTA | {"is_delayed": False}, sparta_twin(0.7, False)
+        "async_sparta", ASYNC_SPARTA | {"is_delayed": False},
+        sparta_twin(0.7, is_delayed=False),
     ),
     "apart": Case("apart", {}, apart_twin),
 }  # fmt: skip

@@ -120,7 +120,7 @@ def progress(terminal, times):
 
 
 def test_plain_lines_now_and_then_and_at_the_end():
-    lines = progress(False, itertools.count(step=1.0)).splitlines()
+    lines = progress(terminal=False, times=itertools.count(step=1.0)).splitlines()
     assert [line.split()[2] for line in lines] == ["1/4", "4/4"]
     assert "loss 2.500  1.23 k tokens/s  1 in flight  2.00 MB sent" in lines[0]
 
@@ -150,6 +150,6 @@ def test_a_narrow_terminal_keeps_the_numbers(monkeypatch):
 
 
 def test_a_bar_in_a_terminal():
-    text = progress(True, itertools.count(step=1.0))
+    text = progress(terminal=True, times=itertools.count(step=1.0))
     assert "4/4" in text
     assert "━" in text

@@ -231,15 +231,15 @@ def test_an_argument_is_refused_if_and_only_if_it_changes_nothing(
     other = trained(**{name: value})
     if all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other))):
         with pytest.raises(ValueError, match=f"{name}={value} has no meaning for"):
-            check_taken({name: value}, [optimizer], False)
+            check_taken({name: value}, [optimizer], steps_by_sign=False)
     else:
-        check_taken({name: value}, [optimizer], False)
+        check_taken({name: value}, [optimizer], steps_by_sign=False)
 
 
 def test_a_rate_of_signs_is_refused_where_none_steps_by_one():
-    check_taken({"sign_lr_fraction": 0.2}, ["adamw"], True)
+    check_taken({"sign_lr_fraction": 0.2}, ["adamw"], steps_by_sign=True)
     with pytest.raises(ValueError, match="sign_lr_fraction=0.2 has no meaning for met"):
-        check_taken({"sign_lr_fraction": 0.2}, ["adamw"], False)
+        check_taken({"sign_lr_fraction": 0.2}, ["adamw"], steps_by_sign=False)
 
 
 def test_inner_optimizer_is_clipped_adamw_with_warmup_and_cosine():

@@ -31,9 +31,9 @@ def define_several():
     flags.define(("method",))
 
 
-FULL = showing(True)
-BRIEF = showing(False)
-SEVERAL = showing(True, define_several)
+FULL = showing(in_full=True)
+BRIEF = showing(in_full=False)
+SEVERAL = showing(in_full=True, define=define_several)
 
 
 def shown(text):
@@ -108,7 +108,10 @@ def test_a_program_without_runs_may_have_a_flag_of_a_field_s_name(call):
         rows = [("regions", 4, "Regions that train."), ("cases", "gpt", "Models.")]
         command_line.define(flags.FLAGS, rows)
 
-    assert shown(call(showing(True, define))[0]) == {"regions": "4", "cases": "gpt"}
+    assert shown(call(showing(in_full=True, define=define))[0]) == {
+        "regions": "4",
+        "cases": "gpt",
+    }
 
 
 def test_a_wrong_flag_next_to_help_is_refused(refused):

@@ -79,7 +79,7 @@ def test_regions_may_differ_in_where_and_how_they_run(leaves, is_same):
 def test_a_checkpoint_ahead_of_the_others_is_refused():
     message = "the run is at step 4, and this region's own checkpoint at step 8: of an"
     with pytest.raises(LeftBehindError, match=message):
-        taking_part._go_on(None, Snapshot(4, {}, ()), 8, None, leader=0)
+        taking_part._go_on(None, Snapshot(4, header={}, arrays=()), 8, None, leader=0)
 
 
 def test_the_last_common_model_is_that_of_the_missing_regions():
@@ -126,7 +126,7 @@ def test_data_are_skipped_before_it_asks_to_join(
     or they have ended meanwhile."""
     done = []
     state = mock.Mock(step=8)
-    copy = at and Snapshot(at, {}, ())
+    copy = at and Snapshot(at, header={}, arrays=())
 
     link = mock.MagicMock(view=view(0, 1, 2), boot=5)
     link.__enter__.return_value = link

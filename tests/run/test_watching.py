@@ -45,7 +45,19 @@ class Lab:
 
         self.clocks = [self.random.uniform(-1e4, 1e4) for _ in range(NUM)]
         self.members = [
-            Member(Place(r, (), b"k" * 32, timing, via="/x", regions=NUM), 1, 0, now)
+            Member(
+                Place(
+                    region=r,
+                    addresses=(),
+                    key=b"k" * 32,
+                    timing=timing,
+                    via="/x",
+                    regions=NUM,
+                ),
+                1,
+                0,
+                now,
+            )
             for r, now in enumerate(map(self.clock, range(NUM)))
         ]
 
@@ -259,7 +271,7 @@ def cut(lab, part, is_cut=True):
 def test_a_region_cut_off_for_a_minute_is_gone(lab):
     cut(lab, {3})
     lab.run(60)
-    cut(lab, {3}, False)
+    cut(lab, {3}, is_cut=False)
     assert lab.named(0) == lab.named(2) == [("gone", (3,))]
     lab.run(5)
     assert "went on" in lab.members[3].why_left or "larger" in lab.members[3].why_left

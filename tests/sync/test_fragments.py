@@ -91,7 +91,7 @@ def test_every_parameter_is_in_exactly_one_fragment(params, data):
 @pytest.mark.parametrize("lead", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_put_changes_one_fragment_and_no_other(is_stacked, lead, strategy):
-    params = tree(7, is_stacked)
+    params = tree(7, is_stacked=is_stacked)
     fragments = cut(params, 3, strategy)
     if lead:
         params = jax.tree.map(lambda x: np.stack([x, x + 1000]), params)
@@ -132,7 +132,7 @@ PAPER["balanced_tensors"] = PAPER["balanced"]
 
 @pytest.mark.parametrize("is_stacked", [False, True])
 def test_the_leaves_of_one_fragment_are_enough_to_change_it(is_stacked):
-    params = tree(4, is_stacked)
+    params = tree(4, is_stacked=is_stacked)
     fragments = cut(params, 2)
     only = fragments.only(params, 1)
     held = {part.leaf for part in fragments.slices[1]}
@@ -285,22 +285,22 @@ def test_patterns_take_leaves_that_earlier_ones_left():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cut(tree(3, False), 2, "spiral"),
+        (lambda: cut(tree(3, is_stacked=False), 2, "spiral"),
          r"fragment_strategy='spiral' is unknown; use one of \('strided', "),
-        (lambda: cut(tree(3, True), 4),
+        (lambda: cut(tree(3, is_stacked=True), 4),
          "num_fragments=4 does not fit a model of 3 blocks; use 1 to 3"),
-        (lambda: cut(tree(3, False), 0),
+        (lambda: cut(tree(3, is_stacked=False), 0),
          "num_fragments=0 does not fit a model of 3 blocks; use 1 to 3"),
-        (lambda: cut(tree(3, False), 2.0), "num_fragments=2.0 does not fit"),
-        (lambda: cut(tree(0, False), 4),
+        (lambda: cut(tree(3, is_stacked=False), 2.0), "num_fragments=2.0 does not fit"),
+        (lambda: cut(tree(0, is_stacked=False), 4),
          "num_fragments=4 does not fit a model of 3 layers; use 1 to 3"),
         (lambda: cut({"blocks": {"a": np.zeros((2, 1)), "b": np.zeros((3, 1))}}, 2),
          r"stacked parameter 'blocks/b' has shape \(3, 1\), but 'blocks' holds 2 "),
         (lambda: cut({"blocks": {"a": np.zeros((2, 1)), "s": np.zeros(())}}, 2),
          r"stacked parameter 'blocks/s' has shape \(\), but 'blocks' holds 2 "),
-        (lambda: cut_by_patterns(tree(1, False), ["blocks", "norm|head"]),
+        (lambda: cut_by_patterns(tree(1, is_stacked=False), ["blocks", "norm|head"]),
          "no fragment pattern matches parameter 'embedding/w'; patterns="),
-        (lambda: cut_by_patterns(tree(1, False), [".*", "blocks"]),
+        (lambda: cut_by_patterns(tree(1, is_stacked=False), [".*", "blocks"]),
          "fragment pattern 'blocks' matches no parameter that an earlier pattern"),
     ],
 )  # fmt: skip

@@ -113,7 +113,15 @@ class World:
         self.num = num
         self.round = 0
         self.boots = 0
-        self.place = Place(0, (), b"k" * 32, TIMING, min_regions, via="/", regions=num)
+        self.place = Place(
+            region=0,
+            addresses=(),
+            key=b"k" * 32,
+            timing=TIMING,
+            min_regions=min_regions,
+            via="/",
+            regions=num,
+        )
         self.lives: list[Life] = []
         self.late: list = []
         self.cuts: list = []  # (kind, region, until round).

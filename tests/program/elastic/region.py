@@ -37,7 +37,7 @@ class Toy:
 
     def copy(self):
         header = {"outer": self.outer, "flights": sorted(self.flights)}
-        return Snapshot(self.step, header, ())
+        return Snapshot(self.step, header=header, arrays=())
 
     def begin(self, copy):
         if copy is None:

@@ -105,7 +105,7 @@ def test_processes_of_a_region_are_admitted_and_left_behind_together(regions):
     back = meet(place, 3)
     regions[1][:] = back
 
-    copy = Snapshot(9, {"x": [1, 2]}, (b"abc", b""))
+    copy = Snapshot(9, header={"x": [1, 2]}, arrays=(b"abc", b""))
     thread = threading.Thread(target=meeting.let_in, args=(single, copy))
     thread.start()
 

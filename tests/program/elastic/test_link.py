@@ -52,7 +52,7 @@ def test_two_regions_meet_average_and_part_and_one_comes_back(places):
             assert second.hears_others(20)
             assert first.at(9) == {}
             second._member.announce(time.monotonic())
-            copy = Snapshot(9, {"x": 1}, (b"abc",))
+            copy = Snapshot(9, header={"x": 1}, arrays=(b"abc",))
             let_in(first, copy)
             assert second.join(30) == copy
             assert not second._snapshots
@@ -78,7 +78,7 @@ def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
         killed._thread.join()
         assert dict(first.send((0, 8), b"c").result(30).rows) == {0: b"c"}
         with Link(two, "run", 1000) as second:
-            let_in(first, Snapshot(9, {}, (b"abc",)))
+            let_in(first, Snapshot(9, header={}, arrays=(b"abc",)))
             assert second.join(30).arrays == (b"abc",)
             mean([first, second], 12)
 
@@ -217,7 +217,7 @@ def test_a_frame_that_is_too_large_never_arrives():
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
         join(first, second)
         too_large = bytes(messages.MAX_HEADER_BYTES + 100)
-        second.let_in(0, 0, Snapshot(3, {}, (too_large,)), 0)
+        second.let_in(0, 0, Snapshot(3, header={}, arrays=(too_large,)), 0)
         mean([first, second], 4)  # What follows arrives.
         assert not first._snapshots
 
@@ -235,7 +235,9 @@ def test_a_copy_is_of_the_life_that_admitted_a_region_or_it_waits():
     (place, *_) = meeting.places(4)
     with Link(place, "run", 1000, is_announced=False) as link:
         for sender in (1, 2):
-            letter = messages.Letter("run", sender, 5, Snapshot(9, {"of": sender}, ()))
+            letter = messages.Letter(
+                "run", sender, 5, Snapshot(9, header={"of": sender}, arrays=())
+            )
             link._take(Arrived(messages.pack(letter)), 0.0)
         for source in (1, 2):
             copy = link._copy(Seat(link.boot, 9, (source, 5)))
@@ -354,7 +356,7 @@ def test_an_admitted_region_whose_copy_is_lost_gives_up(places):
         assert first.join(30) is None
         with Link(two, "run", 1000) as second:
             too_large = bytes(messages.MAX_HEADER_BYTES + 100)
-            let_in(first, Snapshot(9, {}, (too_large,)))
+            let_in(first, Snapshot(9, header={}, arrays=(too_large,)))
             with pytest.raises(TimeoutError, match=r"within \d s: it was lost"):
                 second.join(30)
         assert dict(first.send((0, 12), b"c").result(20).rows) == {0: b"c"}

@@ -28,7 +28,15 @@ class World:
         self.random = random.Random(seed)
         self.num = num
         self.now = 0.0
-        self.place = Place(0, (), b"k" * 32, timing, min_regions, via="/", regions=num)
+        self.place = Place(
+            region=0,
+            addresses=(),
+            key=b"k" * 32,
+            timing=timing,
+            min_regions=min_regions,
+            via="/",
+            regions=num,
+        )
         self.boots = 0
 
         self.members = {}

@@ -74,7 +74,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="spike_zscore=-1.0 must be a positive number"):
         SpikeWatch(-1.0)
     with pytest.raises(ValueError, match="spike_zscore=0 finds no spikes"):
-        SpikeWatch(0.0, True)
+        SpikeWatch(0.0, rolls_back=True)
 
 
 PARAMS = {"w": np.zeros(3, np.float32)}

@@ -47,7 +47,7 @@ SCHEDULES = {
     "periods": periodic(np.int64(7), 3),
     "ranked": ranked_rounds(np.int64(9), np.int64(8), 1),
     "by region": asynchronous(np.int64(5)).bind(Regions((1.0, 2.5, 1.3), (1, 1, 1))),
-    "by region, equal steps": asynchronous(5, False).bind(
+    "by region, equal steps": asynchronous(5, is_dynamic=False).bind(
         Regions((1.0, 2.5, 1.3), (1, 1, 1))
     ),
 }
