@@ -56,8 +56,8 @@ def pytest_xdist_auto_num_workers(config):
     return len(os.sched_getaffinity(0)) + 1
 
 
-# The same examples every time: a suite that fails now and then teaches nobody.
-# A machine may be busy: how long an example takes says nothing.
+# The same examples every time: a suite must not fail now and then. There is no
+# deadline, as a busy machine makes examples slow.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
@@ -84,7 +84,7 @@ jax.config.update("jax_num_cpu_devices", 9)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Many tests compile the same programs, and so do the commands that they run: one cache
-# for all workers and commands. Whoever makes it, the first process, takes it down.
+# for all workers and commands. The first process makes it and removes it.
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 _own_cache = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Has the garbage collector pass over what is imported and collected by now.
+    """Lets the garbage collector pass over the modules imported by now.
 
     Tracing makes many small objects, so that it runs often, each time over the whole
     heap of a worker: a seventh of a worker's processor time.

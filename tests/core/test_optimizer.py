@@ -93,7 +93,7 @@ def for_all(tree, num_regions):
 
 
 def laid_out(axes, tree, num_regions):
-    """Put regions in front of what is their own, by a prefix of 0 and None."""
+    """Put an axis of regions in front of regional leaves, by a prefix of 0 and None."""
     spread = jax.vmap(lambda x: x, None, axes, axis_size=num_regions)
     return spread(jax.tree.map(jnp.asarray, tree))
 

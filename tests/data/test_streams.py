@@ -297,7 +297,7 @@ def test_the_standard_library_is_a_corpus(tmp_path):
     assert {"asyncio", "json", "argparse"} <= sources
 
     assert not {"site-packages", "__pycache__"} & sources
-    # Sequences of a batch come from different documents, as far as these can be told.
+    # Sequences of a batch are of different documents, as far as their text shows it.
     distinct = []
     for batch in next(data.train_stream()):
         owners = [_owners(sequence, texts) for sequence in batch]

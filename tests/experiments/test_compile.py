@@ -49,7 +49,7 @@ def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
     assert 0 < result["temp_bytes"] < 10**8
     assert 0 < result["mfu"] < 1
 
-    # Products outside of what is asked for are few, and none of these is missing.
+    # Few other products are computed, and none of these is missing.
     assert 0.97 <= result["excess_ratio"] < 1.05
     again = result["recomputed_flops"] / result["about"]["model_flops"]
     assert again == pytest.approx(result["flops_ratio"] / result["excess_ratio"] - 1)

@@ -210,7 +210,7 @@ def test_a_run_resumes_with_another_number_of_processes(command, run, corpus, tm
         (4, STREAMING),
         (2, [*STREAMING, "--compress=int8"]),
         (2, [*STREAMING, "--compress=int8", "--exchange=program"]),
-        # Each fragment is sent again as soon as it arrives: two are on their way.
+        # Each fragment is sent again as soon as it arrives: two are in flight.
         pytest.param(
             2, [*STREAMING, "--delay_steps=8", "--outer_channels=2"], id="2-lanes"
         ),
@@ -406,7 +406,7 @@ def test_elastic_regions_get_the_bucket_and_write_logs_to_the_cache(
     assert len(started) == 2
 
 
-# Has its launcher told to stop as soon as it does not listen itself.
+# Stops its launcher as soon as it ignores the signal itself.
 DEAF = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -106,7 +106,7 @@ def test_rows_of_earlier_versions_have_no_curves_of_the_outer_parameters(tmp_pat
     assert has_curves.count(False) == 1
 
 
-def test_rows_are_held_against_another_sweep_seed_by_seed(kept, call, tmp_path):
+def test_rows_are_compared_with_another_sweep_seed_by_seed(kept, call, tmp_path):
     """By hand: steps at which lines from 4 at step 0 reach the other's last losses."""
     (tmp_path / "next").mkdir()
     train(tmp_path / "next", GRID.replace("delay_steps = 3", "delay_steps = 4"), -0.25)

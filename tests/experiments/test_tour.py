@@ -8,7 +8,7 @@ CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 
 
-def test_the_tour_has_no_outputs_and_installs_only_what_is_missing():
+def test_the_tour_has_no_outputs_and_installs_only_missing_packages():
     for cell in CELLS:
         if cell["cell_type"] == "code":
             assert (cell["outputs"], cell["execution_count"]) == ([], None)

@@ -119,7 +119,7 @@ links:
     assert float(log(tmp_path, 2)) == pytest.approx(0.16, rel=0.1)
 
     assert traffic["regions"] == ["here", "near", "far"]
-    # 8 questions of a byte and 28 bytes of headers, and as many answers.
+    # 8 questions of a byte and 28 bytes of headers, and 8 answers.
     assert traffic["sent_bytes"] == [[0, 232, 232], [232, 0, 0], [232, 0, 0]]
     assert traffic["delivered_bytes"] == traffic["sent_bytes"]
 

@@ -2,8 +2,8 @@
 
     python tests/integrations/levanter_region.py FOLDER INDEX REGIONS RUN STEPS...
 
-A child of `test_stacked_trainers.py`. Trains to each of the steps, and begins anew from
-its own checkpoint after each. It leaves parameters in `FOLDER/RUN_INDEX.npz`, and
+A child of `test_stacked_trainers.py`. Trains to each of the steps, and starts again
+from its own checkpoint after each. It leaves parameters in `FOLDER/RUN_INDEX.npz`, and
 losses of the last training in `FOLDER/RUN_INDEX.json`.
 """
 

@@ -197,7 +197,7 @@ def fragments_of(run: str, params):
 
 
 class Run:
-    """A MaxText job with a `RegionSync`, and what was seen of it."""
+    """A MaxText job with a `RegionSync`, and its records."""
 
     def __init__(self, job, method, regions, **options):
         import cocodc_jax as cc

@@ -3,8 +3,8 @@
     python tests/integrations/stacked_runs.py {tunix,kauldron,levanter,nanodo} FOLDER
 
 A child of `test_stacked_trainers.py`. Each trainer's job gives a loss of one region and
-its own loop; what is equal for all is here. Every run leaves its last parameters in
-`FOLDER/RUN.npz`, and what else it saw in `FOLDER/facts.json`.
+its own loop; the common parts are here. Every run leaves its last parameters in
+`FOLDER/RUN.npz`, and other figures in `FOLDER/facts.json`.
 
 It runs by its path: a package that Levanter requires installs a package `tests`, which
 hides this folder.

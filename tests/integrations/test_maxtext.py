@@ -1,7 +1,7 @@
 """MaxText's own train step with `RegionSync` after it: `pytest -m trainers`.
 
-The children run in the environment that `environments.py` makes. What
-is compared are the parameters that they leave.
+The children run in the environment that `environments.py` makes. The tests
+compare the parameters that they leave.
 """
 
 import itertools
@@ -117,7 +117,7 @@ def test_diloco_is_maxtexts_own(folder, name, region):
 
 
 def test_the_plain_loops_differ():
-    """Else the two cuts, or no cut at all, would pass as one another."""
+    """Else tests could not tell the two cuts, or a run without a cut, apart."""
     shape = (2, 4, 3)
     for path in ("['layers']['mlp']", "['layers']['attention']"):
         where = [cut(path, shape) for cut in (runs.by_pattern, runs.by_layer)]

@@ -1,7 +1,7 @@
 """Trainers that own their step, with `cc.stacked`: `pytest -m trainers`.
 
-The children run in the environments that `environments.py` makes. What is compared are
-the parameters that they leave.
+The children run in the environments that `environments.py` makes. The tests compare the
+parameters that they leave.
 """
 
 import json

@@ -52,7 +52,7 @@ def test_the_border_of_stability_is_that_of_the_moments(momentum):
 def spread(momentum, pull, seed, rounds, num_regions=1024):
     """Log of the RMS distance to the mean, `[rounds]`, of the package's own step.
 
-    Each region is one number, paired anew with any other in every round.
+    Each region is one number, paired with a random other one in every round.
     """
     optimizer = group_heavy_ball(0.7, momentum, pull)
 

@@ -132,7 +132,7 @@ def test_a_threshold_by_hand():
     assert num_bytes == 35 / 8
     came, _, state = send(x - 1, state)  # The threshold is still 4.
     assert came.tolist() == [[[0, -4, 0, 0]]]
-    came, _, _ = send(x / 4, state)  # Taken anew.
+    came, _, _ = send(x / 4, state)  # The threshold is taken again.
     assert came.tolist() == [[[1, 0, 0, 0]]]
 
 

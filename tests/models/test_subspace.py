@@ -197,8 +197,8 @@ def test_bytes_are_those_of_the_messages(config, subspace):
             for x in e.invars
         )
 
-    # Every stage but one sends a microbatch of each kind, M times that is one. Of what
-    # is shared out, the last stage's own part stays: the others' S parts are S - 1.
+    # Every stage but one sends a microbatch of each kind, M times that is one. Of
+    # sharded messages the last stage's part stays: the others' S parts are S - 1.
     ahead = num_bytes("ppermute") * microbatches * (stages - 1)
     shared = num_bytes("all_to_all") * (stages - 1) // stages
     total = stage_bytes(config, stages, BATCH, LENGTH, subspace)

@@ -163,7 +163,7 @@ def test_links_change_with_time():
         shaper.send(now, 0, 1, PACKET)
     shaper.send(1.999, 1, 0, PACKET)
     shaper.send(2.0, 0, 1, PACKET)
-    # The first was on its way when the outage began; 1 to 0 has a tenth of the rate.
+    # The first was in flight when the outage began; 1 to 0 has a tenth of the rate.
     assert times(shaper) == pytest.approx([1.1, 2.109, 2.301])
     assert shaper.traffic.outage_packets == [[0, 2], [0, 0]]
 

@@ -28,33 +28,34 @@ def about(*seconds):
 
 
 def test_two_regions_that_begin_at_once_by_hand():
-    # Parts of 4 s. Words are there at 10, parts are in at 24; and again: 48.
+    # Parts of 4 s. "Ready" arrives at 10, parts arrive at 24; and again: 48.
     assert seconds_of(own_links(2, 10.0), 8e6, [0, 0]) == about(48, 48)
 
 
 def test_two_regions_of_which_one_is_late_by_hand():
-    # Rank 1 comes at 20 and has been told: its part leaves to 24 and is in at 34; its
-    # word behind it too, so rank 0 sends from 34 to 38, and is in the second exchange
-    # at 34. Its second word leaves behind its part, at 38, and is there with it at 48.
-    # Rank 1, then in the second exchange, has been told: 48 to 52, in at 62, where rank
-    # 0 is done; its part leaves then, and is in at 76.
+    # Rank 1 comes at 20, when rank 0 is ready: its part leaves to 24 and arrives at 34,
+    # and its "ready" behind it. So rank 0 sends from 34 to 38, and is in the second
+    # exchange at 34. Its second "ready" leaves behind its part, at 38; both arrive at
+    # 48.
+    # Rank 1 is then in the second exchange, with rank 0 ready: it sends from 48 to 52,
+    # and rank 0 is done at 62; its own part leaves then, and arrives at 76.
     assert seconds_of(own_links(2, 10.0), 8e6, [0, 20]) == about(62, 76)
     # So each has waited for twice a round trip and two parts, and it stays so.
     assert settled(own_links(2, 10.0), 8e6) == pytest.approx(2 * (20 + 8), abs=1e-2)
 
 
 def test_messages_are_gathered_in_one_exchange_by_hand():
-    # Messages of 4 s. At once: 10 for the word, in at 24. Rank 1 late: its message and
-    # its word are in at 34; rank 0's is in at 48.
+    # Messages of 4 s. Both at once: "ready" at 10, messages arrive at 24. Rank 1 late:
+    # its message and its "ready" arrive at 34; that of rank 0 arrives at 48.
     gathered, _ = direct.exchange(own_links(2, 10.0), "direct_gather", 4e6)
     assert gathered([0, 0]) == about(24, 24)
     assert gathered([0, 20]) == about(34, 48)
 
 
 def test_three_regions_over_one_line_each_by_hand():
-    # Parts of 1 s, delay 1. Each is told first by the next and then by the one after,
-    # and sends in that order: no two to the same one at a time. Words are there at 1,
-    # parts are in at 3 and at 4; and again: 8.
+    # Parts of 1 s, delay 1. Each gets "ready" first from the next and then from the one
+    # after, and sends in that order: no two to the same one at a time. "Ready" arrives
+    # at 1, parts arrive at 3 and at 4; and again: 8.
     state = uniform(3, Link(8e-3, 1.0)).at()
     assert seconds_of(state, 3e6, [0, 0, 0]) == about(8, 8, 8)
 

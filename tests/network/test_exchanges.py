@@ -102,7 +102,7 @@ def test_messages_to_neighbours_on_a_ring_go_one_after_the_other():
     assert cost.bytes_sent == (2e9,) * 4
 
 
-def test_of_two_regions_each_has_one_neighbour():
+def test_each_of_two_regions_has_one_neighbour():
     assert exchanges.to_neighbours(uniform(2, LINK).at(), 1e9).bytes_sent == (1e9,) * 2
     assert exchanges.to_neighbours(uniform(1, LINK).at(), 1e9).seconds == 0
 

@@ -35,16 +35,16 @@ BY_HAND = {
     # to 46, in at 56. From 1: 32 to 34, in at 44.
     "unequal links": (UNEQUAL, gloo.all_reduce_phases(2, 16), [44, 56]),
     # Four segments of 4 s, delay 1. 0 leaves from 1 to 5, 1 to 9; they are in at 6 and
-    # 10. "Ready for 2" is said at 6 and leaves behind 1, at 9: there at 10, so 2 leaves
-    # from 10 to 14. "Ready for 3", said at 10 when 2 has been given to the port, leaves
-    # at 14, is there at 15; 3 leaves from 15 to 19.
+    # 10. "Ready for 2" is sent at 6 and leaves behind 1, at 9: there at 10, so 2 leaves
+    # from 10 to 14. "Ready for 3", sent at 10 when the port has got 2, leaves at 14, is
+    # there at 15; 3 leaves from 15 to 19.
     "ready waits behind segments": (
         equal_state(2, 1.0),
         [Phase(np.full((4, 2), 4.0), -1, sends_first=False)],
         [20, 20],
     ),
     # Halves of 4 s, delay 1: they leave from 1 to 5 and to 9. "Ready for 2" has its own
-    # way, is said at 6 and there at 7; 2 leaves behind 1, to 13, then 3, to 17.
+    # link, is sent at 6 and there at 7; 2 leaves behind 1, to 13, then 3, to 17.
     "of three ready waits for nothing": (
         equal_state(3, 1.0),
         gloo.all_gather_phases(3, 8),
@@ -59,7 +59,7 @@ def test_seconds_of_phases_by_hand(state, phases, ends):
 
 
 def test_an_all_gather_of_two_ranks_that_begin_apart_by_hand():
-    # Rank 1 comes at 5 and has been told: its halves leave from 5 to 9 and to 13, and
+    # Rank 1 comes at 5, with rank 0 ready: its halves leave from 5 to 9 and to 13, and
     # are in at 10 and 14. Its "ready" leaves behind each, so rank 0 begins at 10 and
     # 14, and is done sending at 18.
     phases = gloo.all_gather_phases(2, 8)

@@ -215,7 +215,7 @@ def test_no_batch_is_lost_or_faster_than_the_slowest_stage(batch_s, seed, rebala
     done = run(stages, batch_s, 300, seed=seed, rebalance_s=rebalance_s)
     finished = len(done.finished_s)
     served = sum(done.num_served)
-    # Every batch passed three stages, and no more are under way than were sent.
+    # Every batch passed three stages; at most those sent are unfinished.
     assert 3 * finished <= served <= 3 * (finished + 24)
 
     if rebalance_s == math.inf:

@@ -44,7 +44,7 @@ SECONDS = st.integers(0, 12)
 
 @given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), max_size=8))
 def test_exposed_time_counts_seconds_of_flight_and_waiting(given_syncs):
-    """A second counts where a message is on its way and a region waits for one."""
+    """A second counts if a message is in flight and a region waits for one."""
     syncs = []
     flying = set()
     waiting = set()

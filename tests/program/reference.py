@@ -1,8 +1,8 @@
 """NumPy reference of data parallelism, (Streaming) DiLoCo and CoCoDC, from formulas.
 
 It shares no code with the package. A model is one float64 vector `[N]`, its tensors end
-to end; those of all regions are the rows of a matrix `[R, N]`. What is of a fragment is
-as long, and 0 elsewhere.
+to end; those of all regions are the rows of a matrix `[R, N]`. A fragment's vector
+has the same length, and is 0 elsewhere.
 """
 
 import dataclasses

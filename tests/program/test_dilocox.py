@@ -363,7 +363,7 @@ def real():
 @pytest.mark.parametrize("after", [-1, 0, 1])
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_restored_run_goes_on_bit_for_bit(real, tmp_path, which, after):
-    """Before, at and after the first and the last change, with a message on its way."""
+    """Before, at and after the first and the last change, with a message in flight."""
     program, expected, rows = real
     changed = [new[0] for old, new in itertools.pairwise(rows) if old[1] != new[1]]
 

@@ -43,7 +43,7 @@ OPTIONS = {
     "multi_ring": {"sync_interval": 2},
     "snoo": {"sync_interval": 2},
     "gpa": {"eval_interpolation": 0.5},
-    # So that a copy of the outer parameters is on its way as well.
+    # So that a copy of the outer parameters is in flight as well.
     "co2": {"sync_interval": 2, "staleness_gap": "measured"},
     "dilocox": {"sync_interval": 2, "rank": 2, "adaptive_rank": False, **GENTLE},
     "eager": {"sync_interval": 2, **GENTLE},

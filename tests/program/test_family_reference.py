@@ -2,8 +2,8 @@
 
 In float64 to 1e-10 of the largest number of a tensor; where the wire has float32 (the
 scale of a 4-bit message, by which the compiler may multiply before or after it
-divides by 7) to 1e-6. Four regions run as blocks of two on two devices, where nothing
-else is said.
+divides by 7) to 1e-6. Four regions run as blocks of two on two devices, unless a case
+has others.
 """
 
 import dataclasses

@@ -20,8 +20,8 @@ from tests.jaxprs import equations
 from tests.numerics import assert_within_ulps
 from tests.program import tiny
 
-# Every primitive of JAX 0.10 that talks over a named axis (axis_index talks to
-# nobody and pcast only changes a type).
+# Every primitive of JAX 0.10 that communicates over a named axis (axis_index does not,
+# and pcast only changes a type).
 COLLECTIVES = {
     "all_gather", "all_gather_invariant", "all_gather_reduced", "all_reduce",
     "all_to_all", "pbroadcast", "pgather", "pmax", "pmean", "pmin", "ppermute",

@@ -1,5 +1,8 @@
-"""Regions that send nonsense in the middle of a run, against NumPy: the formulas of
-`sync.robust` and of the methods, one region and one step at a time."""
+"""Regions that send bad messages in the middle of a run, against NumPy.
+
+The formulas are those of `sync.robust` and of the methods, one region and one step at a
+time.
+"""
 
 import functools
 import json
@@ -73,7 +76,7 @@ def start(program):
 
 
 def verdict_of(program, num_steps):
-    """Return the state after so many steps, and the verdict of its only sync."""
+    """Return the state after some steps, and the verdict of its only sync."""
     state, outputs = tiny.follow(program, start(program), stream(), num_steps)
     return state, reasons_of(np.asarray(outputs[-1].syncs[0].verdict))
 

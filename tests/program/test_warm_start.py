@@ -1,4 +1,4 @@
-"""A state goes on in another program, which names what is lost."""
+"""A state goes on in another program, which names its losses."""
 
 import functools
 import gc

@@ -129,7 +129,7 @@ SGD = optax.sgd(RATE)
     ],
 )
 @pytest.mark.parametrize("steps", [6, 11])
-def test_counts_are_those_of_the_optimizer_after_as_many_steps(optimizer, steps):
+def test_counts_are_those_of_the_optimizer_at_the_same_step(optimizer, steps):
     set_to, wanted = counts_after(optimizer, steps)
     assert set_to == wanted
     assert any(wanted.values())

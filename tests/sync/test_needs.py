@@ -1,4 +1,4 @@
-"""Needs: what they keep, what they are made of, and what is refused."""
+"""Needs: the copies they keep, their values, and refused ones."""
 
 import jax
 import jax.numpy as jnp

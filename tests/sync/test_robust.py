@@ -71,7 +71,7 @@ def test_outliers_among_lengths_are_those_of_numpy(lengths, weights, mean):
     assert np.isfinite(scaled).all()
 
 
-def test_outliers_and_nonsense_are_left_out_by_hand():
+def test_outliers_and_nan_are_left_out_by_hand():
     """Lengths 1, 2, 3, nan, 40: median 2.5; 40 is above 5 times that, and 3 is not."""
     lengths = jnp.array([1.0, 2.0, 3.0, jnp.nan, 40.0])
     weights = jnp.full(5, 0.2)
@@ -92,7 +92,7 @@ def test_outliers_and_nonsense_are_left_out_by_hand():
     st.sampled_from([0.0, 0.1, 0.25, 0.4]),
 )
 def test_a_trimmed_mean_is_that_of_numpy(values, num, trim):
-    """Of the first `num` regions; the others are nonsense."""
+    """The mean is over the first `num` regions; the others are NaN."""
     counted = np.arange(M) < num
     values[num:] = np.nan
     mean = TRIMMED(values, counted, trim)

@@ -1,6 +1,6 @@
 """Curvatures against dense matrices and hand-written formulas, in float64.
 
-What is tested, and would fail if it were otherwise:
+The tests, each of which would fail otherwise:
 - every formula equals its NumPy oracle, sign and units included;
 - the exact products equal the dense Hessian and the dense Gauss-Newton matrix;
 - Hutchinson's estimate is exact for a diagonal Hessian and unbiased otherwise.

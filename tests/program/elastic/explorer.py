@@ -8,7 +8,7 @@ order in which they were sent, and time passes. A *fault* is one departure from 
 
     of a message   it is lost, comes a round later, or comes now and once more later
     of a region    it dies (and starts again later, also with a clock that was set back
-                   and unheard before it asks), is frozen, is cut off, does not hear, is
+                   and silent before it asks), is frozen, is cut off, does not hear, is
                    not heard, or is started a second time (with a clock that is ahead or
                    behind)
 
@@ -107,7 +107,7 @@ def hold(condition, what):
 
 
 class World:
-    """All lives, and the messages on their way; a value that can be copied."""
+    """All lives, and the messages in flight; a value that can be copied."""
 
     def __init__(self, num, min_regions):
         self.num = num

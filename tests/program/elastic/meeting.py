@@ -87,7 +87,7 @@ class MovableAddress:
                 threading.Thread(target=_copy, args=ends, daemon=True).start()
 
     def _connect(self, near):
-        """Connect to the target, unless nobody listens there or it moves meanwhile."""
+        """Connect to the target, unless its port is closed or it moves meanwhile."""
         target = self._target
         if target is None:
             return None

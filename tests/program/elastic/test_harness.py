@@ -204,7 +204,7 @@ def test_an_older_life_ends_once_a_newer_one_at_its_address_has_a_seat(make, wak
 
 
 @pytest.mark.parametrize("make", ["folder"], indirect=True)
-def test_of_two_starts_of_a_region_through_a_store_one_goes_on(make):
+def test_one_of_two_starts_of_a_region_through_a_store_goes_on(make):
     regions = make(2)
     other, older, newer = map(regions.start, (0, 1, 1))
     codes = {}

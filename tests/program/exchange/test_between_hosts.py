@@ -171,7 +171,7 @@ def test_a_restored_run_goes_on_bit_for_bit_on_its_channels(tmp_path):
         tiny.assert_same(tiny.numbers(ended), tiny.numbers(whole))
 
 
-def test_channels_need_as_many_spare_devices():
+def test_channels_need_one_spare_device_each():
     mesh = make_mesh(4, data=2)  # Of the nine devices one is left.
     why = "outer_channels=2 .* process 0 has 1; use fewer"
     with pytest.raises(ValueError, match=why):

@@ -24,8 +24,8 @@ RTOL = 1e-4
 ATOL = 1e-5
 
 # One of each kind of collective: a mean or messages gathered at every step, a sum, one
-# beside the inner steps, the drift, messages of compressors, of pairs, of neighbours
-# and of rings, and the optimizer's moments.
+# concurrent with the inner steps, the drift, messages of compressors, of pairs, of
+# neighbours and of rings, and the optimizer's moments.
 METHODS = {
     "data_parallel": methods.get("data_parallel"),
     "demo": methods.get("demo"),

@@ -264,7 +264,7 @@ class TestFailure:
             checkpoints.save(program, state, {})  # Waits for the removal, in a thread.
         assert not torn.exists()
 
-    def test_a_save_under_way_is_not_on_disk_under_its_name(
+    def test_an_unfinished_save_is_not_on_disk_under_its_name(
         self, tiny, saved, monkeypatch
     ):
         """The premise of the test before, on the Orbax that is installed."""

@@ -22,8 +22,8 @@ def norms(measure):
 
 
 # Fragment 0's mean pseudo-gradient has norm 8 over 1 parameter, fragment 1's norm 12
-# over 4. K = 2, H = 12, N = 4: a slot every 3 steps. The first two slots serve what
-# was never sent.
+# over 4. K = 2, H = 12, N = 4: a slot every 3 steps. The first two slots serve
+# fragments that were never sent.
 NORMS = {0: (8.0, 1), 1: (12.0, 4)}
 
 
@@ -144,7 +144,7 @@ def test_no_fragment_waits_more_than_h_steps_or_is_in_flight_twice(schedule, see
                 assert step == event.start_step + schedule.delay_steps
 
 
-def test_a_fragment_on_its_way_is_remembered():
+def test_a_fragment_in_flight_is_part_of_the_state():
     schedule = adaptive(12, 2, 5, 4)
     *_, (_, state, _) = walk(schedule, schedule.init(), 9, norms(lambda p, _: (6.0, 2)))
     assert state == AdaptiveState(

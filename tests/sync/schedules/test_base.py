@@ -226,7 +226,7 @@ def test_a_delay_without_two_halves_is_refused(name):
         SCHEDULES[name].bind(EVEN, looks_midway=True)
 
 
-def test_a_measurement_that_nobody_gives_is_named():
+def test_a_measurement_that_is_not_given_is_named():
     assert nothing("applied") == []
     with pytest.raises(ValueError, match="the schedule needs 'drift', which nobody"):
         nothing("drift")

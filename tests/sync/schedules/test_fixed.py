@@ -149,7 +149,7 @@ def test_a_staggered_fragment_starts_every_h_steps(k, slot, data):
 
 
 def test_one_step_stale_begins_with_messages_of_zero():
-    """One on its way for every fragment, as if sent a round before its first slot."""
+    """A message of each fragment is in flight, as if sent a round before its slot."""
     assert one_step_stale(4).init().in_flight == (Pending(0, 0, 4),)
     assert table(one_step_stale(4), 12) == {4: "+0 -0", 8: "+0 -0", 12: "+0 -0"}
 
