@@ -59,7 +59,7 @@ def test_batches_come_one_by_one(program, state, batches):
 
 
 @pytest.mark.parametrize("num_steps", [2.5, "2", None])
-def test_steps_are_a_whole_number(program, state, num_steps):
+def test_num_steps_must_be_a_whole_number(program, state, num_steps):
     with pytest.raises(ValueError, match=f"^num_steps={num_steps!r} must be a whole"):
         next(cc.run_steps(program, state, iter([TOKENS]), num_steps))
 
@@ -195,7 +195,7 @@ def test_arguments_of_the_wrong_kind_are_named(arguments, message):
         ("rbg", "noloco", {}),
     ],
 )
-def test_keys_are_of_jaxs_default_whatever_jax_comes_with(impl, name, options, data):
+def test_keys_have_four_words_with_every_default_prng(impl, name, options, data):
     def loss_fn(params, batch, key):
         kept = jax.random.bernoulli(key, 0.5, batch.shape)
         return jnp.mean((kept * batch @ params["out"]) ** 2), {"kept": kept.sum()}
@@ -235,6 +235,6 @@ def test_invalid_keys_are_refused(program, key, message):
         program.init(PARAMS, key)
 
 
-def test_keys_as_jax_had_them_are_taken(program, state):
+def test_raw_keys_are_accepted(program, state):
     old = program.init(PARAMS, jax.random.PRNGKey(0))
     np.testing.assert_array_equal(old.region.key, state.region.key)

@@ -36,12 +36,12 @@ def run(method, params=PARAMS, targets=TARGETS):
     return jax.device_get(state.region.params), syncs
 
 
-def test_an_outer_optimizer_that_is_none_is_refused_at_once():
+def test_an_invalid_outer_optimizer_is_refused_at_once():
     with pytest.raises(ValueError, match="optimizer=None must be an optax.Gradient"):
         SharedOuter(None)
 
 
-def test_a_merge_after_ranked_rounds_knows_how_long_its_round_was():
+def test_a_merge_after_ranked_rounds_gets_the_length_of_its_round():
     """Rounds get shorter with the rank; the merge gets the steps of its round."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
@@ -58,7 +58,7 @@ def test_a_merge_after_ranked_rounds_knows_how_long_its_round_was():
 
 
 @pytest.mark.parametrize("score", mostly_slow(["drift", "gain"], quick=["drift"]))
-def test_scores_of_regional_outer_models(score):
+def test_scores_compare_each_region_with_its_own_outer_model(score):
     """Each region is compared with its outer fragment, in both forms."""
     sync = Sync(
         schedule=schedules.adaptive(6, 3, 0, 6, score),
@@ -87,7 +87,7 @@ def test_scores_of_regional_outer_models(score):
         np.testing.assert_allclose(params_of_program[name], x, rtol=1e-4, atol=1e-5)
 
 
-def test_drift_of_parameters_that_are_zero():
+def test_drift_of_zeros_is_zero_and_of_nan_is_nan():
     zeros = {"w": jnp.zeros((2, 3))}
     with jax.debug_nans(True):
         assert jax.jit(region_drift)(zeros) == 0
@@ -99,7 +99,7 @@ def test_drift_of_parameters_that_are_zero():
 
 
 @pytest.mark.parametrize("is_chained", [False, True])
-def test_metrics_of_an_nnx_optimizer_and_of_its_state(is_chained):
+def test_sync_metrics_takes_an_nnx_optimizer_or_its_state(is_chained):
     method = cc.methods.get(
         "streaming_diloco", sync_interval=2, num_fragments=1, delay_steps=1
     )

@@ -55,7 +55,7 @@ def scanned(num_layers):
 
 
 @pytest.mark.parametrize("name", ["layer_{}", "TransformerBlock_{}", "h{}", "{}"])
-def test_named_layers_go_round_in_natural_order(name):
+def test_named_layers_are_dealt_to_fragments_in_natural_order(name):
     params = linen(12, name)
     fragments = cc.cut(params, 4)
     held = [
@@ -70,14 +70,14 @@ def test_named_layers_go_round_in_natural_order(name):
     assert embed == [True, False, False, False]
 
 
-def test_gemmas_norm_is_no_fragment_of_its_own():
+def test_the_norm_of_gemma_is_not_a_fragment():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sizes = cc.cut(linen(4, "layer_{}"), 2).num_params
     assert max(sizes) < 2 * min(sizes)
 
 
-def test_lists_at_any_depth():
+def test_layers_in_lists_at_any_depth_are_cut():
     fragments = cc.cut(equinox(3), 3)
     for part in fragments.slices:
         paths = {p.path.rsplit("/mlp", 1)[0] for p in part if "mlp" in p.path}
@@ -178,7 +178,7 @@ def test_fragments_of_another_model_are_refused(cut_of, message):
 
 
 @pytest.mark.parametrize("count", ["missing", "twice"])
-def test_own_fragments_have_every_parameter_once(count):
+def test_fragments_must_have_every_parameter_once(count):
     params = {"a": zeros(4, 4), "b": zeros(4)}
     both = cc.cut(params, 2)
     second = () if count == "missing" else sum(both.slices, ())

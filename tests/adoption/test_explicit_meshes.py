@@ -175,7 +175,7 @@ def test_manual_regions_with_an_explicit_axis_change_no_number(layout):
     assert_as_without_a_mesh(ends, "sparseloco")
 
 
-def test_a_program_of_parameters_on_an_explicit_mesh():
+def test_a_program_trains_parameters_on_an_explicit_mesh():
     mesh = jax.make_mesh((2, 4), ("replica", "data"))
     method = cc.methods.get("cocodc", sync_interval=4, num_fragments=2, delay_steps=2)
 

@@ -99,7 +99,7 @@ def plain():
     ("data", "is_boxed"),
     [(1, True), pytest.param(2, True, marks=pytest.mark.slow), (2, False)],
 )
-def test_a_model_that_meets_the_mesh_trains_as_one_that_does_not(plain, data, is_boxed):
+def test_a_model_with_sharding_annotations_trains_as_one_without(plain, data, is_boxed):
     params = train(annotated=True, data=data, is_boxed=is_boxed)
     assert_all_close(params, plain, rtol=1e-4, atol=1e-5)
 
@@ -193,7 +193,7 @@ def alone(loss_fn, optimizer, params):
         (Scanned(), False),
     ],
 )
-def test_a_model_that_trains_by_itself_trains_here(model, unboxed):
+def test_a_model_trains_in_a_region_as_alone(model, unboxed):
     params = jax.jit(model.init)(jax.random.key(0), TOKENS[0, 0])
     params = nn.unbox(params) if unboxed else params
     loss_fn = loss_of(model)

@@ -84,7 +84,7 @@ def test_each_region_trains_as_optax_alone(name, data, specs):
 
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("name", ["multi_steps", "reduce_on_plateau"])
-def test_regions_that_exchange_every_step_go_by_the_mean_loss(name, data):
+def test_regions_that_exchange_every_step_train_on_the_mean_loss(name, data):
     """With the loss of each region the regions would differ."""
     weights, _ = run(OPTIMIZERS[name], "data_parallel", data=data)
     np.testing.assert_array_equal(weights[0], weights[1])
@@ -93,7 +93,7 @@ def test_regions_that_exchange_every_step_go_by_the_mean_loss(name, data):
 
 
 @pytest.mark.parametrize("data", [1, 2])
-def test_a_loss_that_was_not_written_for_shard_map(data):
+def test_a_loss_that_was_not_written_for_shard_map_trains(data):
     """A scan that begins with plain zeros, a choice with a plain constant."""
 
     def loss(params, batch, key):
@@ -108,7 +108,7 @@ def test_a_loss_that_was_not_written_for_shard_map(data):
     assert not np.array_equal(weights[0], weights[1])
 
 
-def test_numbers_of_pythons_are_aux():
+def test_aux_may_hold_python_numbers():
     def loss(params, batch, key):
         return loss_fn(params, batch, key)[0], {"acc": 0.5, "num": 3, "is_odd": True}
 
@@ -236,7 +236,7 @@ def test_an_optimizer_gets_the_extra_arguments_that_it_names(plain):
     np.testing.assert_allclose(weights, wanted, rtol=2e-5, atol=1e-6)
 
 
-def test_an_optimizer_that_takes_none_gets_none_inside_of_a_chain_either():
+def test_an_optimizer_without_extra_arguments_gets_none_in_a_chain():
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
     chained, _ = run(optax.chain(optax.clip(10.0), sam), "apart")
     direct, _ = run(sam, "apart")

@@ -63,7 +63,7 @@ ONE = [
 
 
 @pytest.mark.parametrize(("text", "kind", "axes", "num_bytes"), ONE)
-def test_axes_and_bytes(text, kind, axes, num_bytes):
+def test_collectives_have_their_axes_and_bytes(text, kind, axes, num_bytes):
     (collective,) = read("%a = f32[2] parameter(0)", f"%b = {text}")
     assert (collective.kind, collective.axes) == (kind, axes)
     assert collective.num_bytes == num_bytes

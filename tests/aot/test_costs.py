@@ -73,7 +73,7 @@ def test_products_count_as_often_as_they_run(program, expected):
     assert written_flops(jaxpr, 0.75) == expected * (0.75 if is_grouped else 1)
 
 
-def test_a_kernel_counts_as_it_is_known_to_compute():
+def test_a_splash_kernel_of_one_block_counts_every_pair():
     batch = 2
     length = 256
     heads = 4

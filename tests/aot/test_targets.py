@@ -71,7 +71,7 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch, text, extra):
         Target.parse(text).check_installed()
 
 
-def test_regions_share_a_machine_out():
+def test_a_machine_is_divided_over_regions():
     config = place(
         PRESETS["paper_150m"], Target.parse("v5e:4x4", 4), keep_data_axis=False
     )

@@ -165,7 +165,7 @@ def test_in_float64_the_transform_is_the_region_program_to_rounding(case):
 
 
 @pytest.mark.parametrize("compress", [None, "ef+topk:0.34"])
-def test_a_region_that_is_late_keeps_its_memory_and_spoils_no_mean(compress):
+def test_a_late_region_keeps_its_memory_and_does_not_affect_means(compress):
     """The third region's batches are NaN from the second step on."""
     method = cc.methods.get(
         "decoupled_diloco",
@@ -480,7 +480,7 @@ def test_the_transform_works_inside_and_around_other_transforms(name):
     assert (cc.sync_metrics(state)["norm"] > 0).all()
 
 
-def test_narrow_parameters_are_merged_but_for_a_rounding():
+def test_bfloat16_parameters_are_merged_to_rounding():
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tiny.make_params())
     method = cc.methods.get("diloco", sync_interval=1, outer_momentum=0.0)
     tx = cc.synchronized(optax.sgd(0.05), method, axis_name="region")

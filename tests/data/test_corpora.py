@@ -156,7 +156,7 @@ def test_texts_are_read_from_several_paths(tmp_path):
     assert sorted(train + validation) == ["text of one", "text of two"]
 
 
-def test_prepared_once_then_again_when_a_file_changes(tmp_path, monkeypatch):
+def test_texts_are_prepared_once_and_again_when_a_file_changes(tmp_path, monkeypatch):
     folder = _write(tmp_path / "texts", _numbered(4))
     first = _open(folder, tmp_path)
 
@@ -218,7 +218,7 @@ def test_a_failed_preparation_leaves_no_files(text_folder, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("lost", ["*train.array_record*", "dataset_info.json"])
-def test_prepared_data_that_are_gone_in_part_are_named(text_folder, tmp_path, lost):
+def test_missing_files_of_prepared_data_are_named(text_folder, tmp_path, lost):
     _open(text_folder, tmp_path)
     (file,) = tmp_path.rglob(lost)
     file.unlink()
@@ -278,7 +278,7 @@ def test_folder_without_text_is_named(tmp_path, content, message):
         ({"data_dir": f"/{'x' * 300}"}, "data_dir='/x*' cannot be written to .File na"),
     ],
 )
-def test_a_place_that_leads_nowhere_is_named(text_folder, settings, message):
+def test_a_dataset_path_that_does_not_exist_is_named(text_folder, settings, message):
     with pytest.raises(ValueError, match=message):
         open_corpus(DataConfig(**{"dataset": f"text:{text_folder}"} | settings))
 
@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(name, text_folder, tmp_path
         _open(text_folder, folder)
 
 
-def test_links_to_nowhere_are_passed_over(tmp_path):
+def test_broken_links_are_passed_over(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds no readable file"):
         _open(tmp_path, tmp_path / "data")
@@ -388,7 +388,7 @@ def _open_toy(data_dir):
     return open_corpus(config)
 
 
-def test_tfds_set_with_one_split_is_cut(tmp_path):
+def test_a_tfds_set_with_one_split_is_cut(tmp_path):
     _prepare_toy(tmp_path)
     train, validation = _texts(_open_toy(tmp_path))
     assert len(train) == 45
@@ -397,14 +397,14 @@ def test_tfds_set_with_one_split_is_cut(tmp_path):
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
-def test_tfds_set_with_its_own_validation_split(tmp_path, split):
+def test_a_tfds_set_keeps_its_validation_split(tmp_path, split):
     _prepare_toy(tmp_path, splits={"train": 20, split: 6, "unsupervised": 3})
     train, validation = _texts(_open_toy(tmp_path))
     assert set(train) == {f"text train {index}" for index in range(20)}
     assert set(validation) == {f"text {split} {index}" for index in range(6)}
 
 
-def test_tfds_set_whose_text_has_another_name(tmp_path):
+def test_the_text_of_a_tfds_set_may_have_another_name(tmp_path):
     _prepare_toy(tmp_path, features={"article": tfds.features.Text()})
     assert all(text.startswith("article train") for text in _open_toy(tmp_path).train)
 
@@ -419,13 +419,13 @@ def test_tfds_set_whose_text_has_another_name(tmp_path):
         ({"splits": {"test": 3}}, r"no split 'train', only \['test'\]"),
     ],
 )
-def test_tfds_set_without_text_to_train_on(tmp_path, attributes, message):
+def test_a_tfds_set_without_text_to_train_on_is_refused(tmp_path, attributes, message):
     _prepare_toy(tmp_path, **attributes)
     with pytest.raises(ValueError, match=message):
         _open_toy(tmp_path)
 
 
-def test_tfds_set_that_is_not_prepared(tmp_path):
+def test_a_tfds_set_that_is_not_prepared_is_refused(tmp_path):
     message = (
         r"dataset='tfds:c4/en' is not prepared in data_dir='.*'; nothing is downloaded "
         r"here: run `tfds build c4/en --file_format=array_record`"
@@ -435,12 +435,12 @@ def test_tfds_set_that_is_not_prepared(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["c4/en:9.9", "c4/en/x", "!"])
-def test_tfds_set_of_no_name(tmp_path, name):
+def test_an_invalid_name_of_a_tfds_set_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=f"^dataset='tfds:{name}' is no name of a TFD"):
         open_corpus(DataConfig(f"tfds:{name}", str(tmp_path)))
 
 
-def test_tfds_set_without_random_access(tmp_path):
+def test_a_tfds_set_without_random_access_is_refused(tmp_path):
     _prepare_toy(tmp_path)
     (info,) = tmp_path.glob("toy_set/*/dataset_info.json")
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
@@ -448,7 +448,7 @@ def test_tfds_set_without_random_access(tmp_path):
         _open_toy(tmp_path)
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_marks_are_left_out_of_texts(tmp_path):
     lines = "A first line\nand another \ufeffone\n"
     texts = _write(tmp_path / "texts", {"a.txt": lines, "b.txt": "other"})
     (texts / "a.txt").write_bytes(b"\xef\xbb\xbf" + lines.encode())

@@ -102,7 +102,7 @@ def test_chunks_of_columns_are_every_row_once(tmp_path, kind, size):
     assert file.num_bytes > sum(len(text) for text in texts if text)
 
 
-def test_an_arrow_file_that_is_no_stream(tmp_path):
+def test_arrow_files_in_file_format_are_read(tmp_path):
     table = pa.table({"text": TEXTS[:5]})
     with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table)
@@ -207,7 +207,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "message"), BAD)
-def test_a_bad_line_is_named_when_it_is_come_upon(tmp_path, line, message):
+def test_a_bad_line_is_named_when_it_is_read(tmp_path, line, message):
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(json_lines(TEXTS) + line.encode())
@@ -249,7 +249,7 @@ def test_columns_that_are_not_utf8_are_named(tmp_path, suffix):
         list(corpus.train)
 
 
-def test_half_a_surrogate_pair_is_no_character(tmp_path):
+def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x\\ud800"}')
     assert JsonLines(path, "text", 100, "refuse", path).texts(0) == ["x?"]
@@ -306,7 +306,7 @@ def test_a_gz_is_unpacked_once_and_named_in_errors(tmp_path):
         open_corpus(config_of(path, tmp_path, text_field="body"))
 
 
-def test_without_pyarrow_it_is_named(tmp_path, monkeypatch):
+def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", TEXTS[:9])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'cocodc_jax\[hf\]'"):

@@ -273,7 +273,7 @@ def test_more_batches_or_regions_than_the_corpus_has_are_refused(
         load(config, num_regions, regions).eval_tokens(10_000)
 
 
-def test_trained_tokenizer_end_to_end(config):
+def test_a_stream_with_a_trained_tokenizer_decodes_to_the_corpus(config):
     config = dataclasses.replace(config, tokenizer="bpe:300")
     data = load(config, 2)
     text = data.tokenizer.decode(next(data.train_stream())[0, 0])

@@ -178,7 +178,7 @@ def test_a_tokenizer_written_to_files_is_read_as_it_was(tmp_path, bpe, kind, tex
     assert again.num_tokens == tokenizer.num_tokens
 
 
-def test_sentencepiece_file(tmp_path):
+def test_a_sentencepiece_file_round_trips(tmp_path):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(t for t in TEXTS),

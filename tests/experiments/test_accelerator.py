@@ -86,7 +86,7 @@ def row(name, tokens=0, **measured):
     return Row(name, lambda: measured, tokens)
 
 
-def test_rows_end_with_the_minutes_and_go_on_after_them(tmp_path):
+def test_rows_that_do_not_fit_into_the_minutes_are_measured_later(tmp_path):
     rows = [
         row("a", mfu=None, tokens_per_second=100.0),
         row("b", mfu=0.5, eval_loss=1.0),

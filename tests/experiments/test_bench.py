@@ -136,7 +136,7 @@ def test_the_gpt_has_its_documented_size():
     assert sum(x.size for x in jax.tree.leaves(params)) == 837_888
 
 
-def test_torch_by_itself_has_one_case(refused, monkeypatch):
+def test_torch_alone_has_one_case(refused, monkeypatch):
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: True)
     error = refused(bench, "--contenders=torch", "--cases=gpt,smoke")
     assert error == "--contenders=torch trains the case gpt alone; use --cases=gpt"

@@ -121,7 +121,7 @@ def test_cuts_of_the_network_need_root(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["no_such.trainer", "experiments.no_such", "a..b"])
-def test_a_program_that_is_not_there(name):
+def test_a_missing_program_is_refused(name):
     plan = Plan(program=name, faults={"kill": 1})
     with pytest.raises(ValueError, match=f"program='{name}' is no module that"):
         plan.check_possible()
@@ -320,7 +320,7 @@ def test_a_result_with_a_broken_promise_is_not_good(change):
     assert not judged.is_good(RESULT | change)
 
 
-def test_a_program_with_a_shifted_clock(tmp_path):
+def test_a_shifted_clock_changes_the_time_of_day_only(tmp_path):
     (tmp_path / "prints.py").write_text(
         "import time\nprint(time.time(), time.time_ns() // 10**9, time.monotonic())\n"
     )

@@ -24,7 +24,7 @@ LACKS = region.missing()
 needs_lab = pytest.mark.skipif(bool(LACKS), reason=f"no lab: {'; '.join(LACKS)}")
 
 
-def test_a_network_of_a_bandwidth():
+def test_a_bandwidth_names_a_network_of_equal_links():
     network = lab_run.network("100", 4)
     assert network.flags == ("--regions=4", "--bandwidth_mbit=100", "--latency_ms=50")
 
@@ -33,7 +33,7 @@ def test_a_network_of_a_bandwidth():
     assert (link.bandwidth_gbps, link.latency_s) == (0.1 * (1 - 52 / 12_500), 0.05)
 
 
-def test_a_network_by_name():
+def test_named_networks_have_their_links():
     unequal = lab_run.network("unequal", 4)
     near = unequal.topology.links[0][1]
     far = unequal.topology.links[3][0]
@@ -44,7 +44,7 @@ def test_a_network_by_name():
     assert wide.flags == ("--regions=3", "--bandwidth_mbit=10000", "--latency_ms=50")
 
 
-def test_a_network_from_a_file(tmp_path):
+def test_a_file_is_a_network(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("{regions: [a, b], default: {bandwidth_gbps: 1, latency_ms: 3}}")
 
@@ -75,7 +75,7 @@ def test_invalid_networks_are_refused(text, regions, message):
         ("apart", {}, (50, 150)),
     ],
 )
-def test_whole_intervals_after_everything_is_compiled(name, arguments, expected):
+def test_measured_steps_are_full_intervals_after_compilation(name, arguments, expected):
     stretch = lab_run.stretch(cc.methods.get(name, **arguments), 10, 4)
     assert (stretch.first_step, stretch.last_step) == expected
 
@@ -135,7 +135,7 @@ def made_up(folder, marks, syncs, sent, steps):
     (folder / "net" / "traffic.json").write_text(json.dumps(traffic))
 
 
-def test_a_runs_files_become_numbers(tmp_path, recorded_sync):
+def test_measurements_are_read_from_the_files_of_a_run(tmp_path, recorded_sync):
     syncs = [
         recorded_sync(1, 2, 4, 1.0, 3.0, 3.0, 0.5) | {"num_bytes": 48},
         recorded_sync(0, 4, 6, 3.0, 4.0, 4.0, 0.5) | {"num_bytes": 64},
@@ -449,7 +449,7 @@ def test_folders_of_other_runs_are_refused_before_anything_runs(
     assert message in refused(compare_networks, *words)
 
 
-def test_a_stop_has_the_code_of_every_program(call, monkeypatch, tmp_path):
+def test_a_stopped_command_ends_with_the_code_of_a_stop(call, monkeypatch, tmp_path):
     stopped = unittest.mock.Mock(side_effect=lab_run.StoppedError)
     monkeypatch.setattr(compare_networks, "run", stopped)
     monkeypatch.setattr(region, "missing", list)

@@ -142,7 +142,7 @@ def test_two_processes_of_which_one_is_killed_and_resumed_train_as_one(
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_equals_unbroken(run, corpus, killed, tmp_path):
+def test_a_killed_and_resumed_run_equals_an_unbroken_one(run, corpus, killed, tmp_path):
     flags = ["--processes=2", "--", *STREAMING, *corpus, f"--workdir={tmp_path}"]
     run(LAUNCH, *flags)
     assert_equal_run(killed[0], tmp_path)

@@ -25,7 +25,7 @@ def usual(tmp_path, num=4):
     # Of a cut: three regions to the last one, and it to them.
     [("link", 0), ("loss", 0), ("cut", 6), ("partition", 8)],
 )
-def test_the_links_of_a_scenario(tmp_path, scenario, out):
+def test_a_scenario_disturbs_only_its_own_links(tmp_path, scenario, out):
     before = usual(tmp_path)
     first, bad, after = scenarios.disturbed(scenario, before, 30.0, 60.0)
     assert (first, after.rate_bps, after.loss) == (before, before.rate_bps, before.loss)
@@ -97,7 +97,7 @@ def test_faults_named_by_an_earlier_run_in_the_folder_are_ignored(tmp_path):
     assert len(scenarios.judge(*judged, launched=5.0)["named_before"]) == 3
 
 
-def test_a_stragglers_syncs_are_those_that_there_were(tmp_path):
+def test_syncs_until_a_straggler_is_named_are_counted_from_records(tmp_path):
     for region in range(2):
         write(tmp_path, region, ("slow", [1], 130.0))
         text = "".join(json.dumps({"time": 90 + 8 * i}) + "\n" for i in range(9))

@@ -73,19 +73,19 @@ def test_a_simulation_leaves_numbers_a_timeline_and_a_plot(simulated, tmp_path, 
         ("heloco", 150 + 3 * 4.5),
     ],
 )
-def test_defaults_of_each_method(method, expected, simulated):
+def test_simulated_seconds_of_each_method_by_hand(method, expected, simulated):
     assert simulated(f"--method={method}")["summary"]["sim_s"] == pytest.approx(
         expected
     )
 
 
-def test_delay_auto_and_unequal_regions(simulated):
+def test_an_automatic_delay_works_with_unequal_regions(simulated):
     result = simulated(FRAGMENTS, "--delay_steps=auto", "--step_time_s=1,0.5")
     assert result["summary"]["max_delay_steps"] >= 2
     assert result["summary"]["utilization"] < 1
 
 
-def test_links_from_a_file_and_by_name(simulated, tmp_path):
+def test_links_come_from_a_file_or_by_name(simulated, tmp_path):
     links = tmp_path / "links.yaml"
     links.write_text(
         "{regions: [a, b, c], default: {bandwidth_gbps: 8, latency_ms: 250}}"
@@ -96,7 +96,7 @@ def test_links_from_a_file_and_by_name(simulated, tmp_path):
     assert len(result["bytes_sent"]) == 2
 
 
-def test_seconds_to_a_target_loss(simulated, tmp_path):
+def test_seconds_to_a_target_loss_are_interpolated(simulated, tmp_path):
     curve = tmp_path / "metrics.jsonl"
     rows = [{"step": s, "eval_loss": 4 - s / 100} for s in (0, 100, 200)]
     curve.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -286,7 +286,7 @@ def test_numbers_of_stages_are_positive(name, value, refused):
     assert error == f"--{name}={value} must be positive and finite"
 
 
-def test_goodput_and_a_link_that_becomes_slow(simulated, tmp_path, capsys):
+def test_goodput_counts_failures_and_a_slow_link_is_named(simulated, tmp_path, capsys):
     """A failure every 100 s, 25 s to repair; the link from b to a at a tenth."""
     links = tmp_path / "links.yaml"
     links.write_text("""
@@ -317,7 +317,7 @@ changes:
     assert one < summary["goodput_alone"] < 0.8 * summary["utilization"]
 
 
-def test_curves_are_read(tmp_path):
+def test_loss_curves_are_read(tmp_path):
     lines = tmp_path / "metrics.jsonl"
     # The last line is being written.
     lines.write_text('{"step": 1, "eval_loss": 3.0}\n{"step": 2, "loss": 9}\n{"step"')

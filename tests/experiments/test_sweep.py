@@ -140,7 +140,7 @@ def test_equal_settings_of_two_groups_are_one():
         ("tuned = [", "seeds = [1]\ntuned = [", "seeds=[1] has no meaning beside"),
     ],
 )
-def test_grids_that_are_refused(old, new, message):
+def test_invalid_grids_are_refused(old, new, message):
     text = GRID + HALVING * (old not in GRID or "beside" in message)
     assert old in text
     with pytest.raises(ValueError, match=re.escape(message)):

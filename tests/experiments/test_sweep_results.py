@@ -165,7 +165,7 @@ def test_tuned_settings_alone_are_compared_as_tuned(call, tmp_path):
     ],
 )
 @pytest.mark.parametrize("before_training", [False, True])
-def test_references_that_are_refused(words, message, before_training, kept, refused):
+def test_invalid_references_are_refused(words, message, before_training, kept, refused):
     folder = kept.parent / "first"
     (folder / "grid.toml").write_text(GRID)
     words = words.format(folder=folder, kept=kept).split()
@@ -174,7 +174,7 @@ def test_references_that_are_refused(words, message, before_training, kept, refu
     assert error.startswith(message.format(folder=folder, kept=kept))
 
 
-def test_losses_of_another_model_are_no_reference(kept):
+def test_a_reference_of_another_model_is_refused(kept):
     message = f"reference_from={kept} has num_layers=4, where these runs have 3: losses"
     configs = [
         row["config"] | {"model": row["config"]["model"] | {"num_layers": 3}}
@@ -188,7 +188,7 @@ def test_losses_of_another_model_are_no_reference(kept):
     assert held.label == "diloco H 16 float32"
 
 
-def test_the_results_that_are_here_are_references():
+def test_a_committed_result_can_be_a_reference():
     folder = pathlib.Path(__file__).parents[2] / "experiments" / "results"
     kept_cells = report.load(folder / "one_bit.json")
     held = reference.find(kept_cells, "method=diloco").columns["published"]

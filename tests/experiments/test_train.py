@@ -131,7 +131,9 @@ def test_records_have_the_steps_losses_and_syncs_of_the_run(unbroken):
     assert sent in {r["bytes"] for r in syncs}
 
 
-def test_killed_and_resumed_equals_unbroken(command, call, corpus, unbroken, tmp_path):
+def test_a_killed_and_resumed_run_equals_an_unbroken_one(
+    command, call, corpus, unbroken, tmp_path
+):
     step = np.random.default_rng(11).integers(9, 40)
     flags = [*FLAGS, *corpus, f"--workdir={tmp_path}"]
     process = command(MODULE, *flags)
@@ -258,7 +260,7 @@ def test_a_region_that_was_superseded_ends_with_the_code_for_no_restart(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_run_goes_back_from_a_spike(call, corpus, tmp_path, monkeypatch, is_stopped):
+def test_a_run_rolls_back_from_a_spike(call, corpus, tmp_path, monkeypatch, is_stopped):
     """A spike at step 12: the run goes back to step 8 and skips the data."""
     progress = []
 
@@ -329,7 +331,7 @@ def test_a_corpus_that_changed_under_a_run_is_refused(call, corpus, tmp_path):
         (["--inner_optimizer=muon", "--fast_weight=0.5"], "--fast_weight=0.5 has no"),
     ],
 )
-def test_a_flag_the_inner_optimizer_does_not_go_by_is_refused(
+def test_a_flag_without_effect_on_the_inner_optimizer_is_refused(
     refused, tmp_path, words, line
 ):
     error = refused(train, "--preset=smoke", *words, f"--workdir={tmp_path}")

@@ -85,7 +85,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_tensors_have_the_names_and_turns_of_hugging_face(config, tmp_path):
+def test_tensors_have_the_names_and_axes_of_hugging_face(config, tmp_path):
     """What these compute is in `oracle`; that `transformers` does, in a slow test."""
     hugging_face.write(tmp_path, config, drawn_params(config))
     tensors = load_file(tmp_path / "model.safetensors")
@@ -287,7 +287,7 @@ def test_a_mixture_without_entries_has_the_defaults_of_transformers(mixtral):
         hugging_face.read(mixtral, MIXTRAL)
 
 
-def test_without_the_package_it_is_named(folder, monkeypatch):
+def test_a_missing_package_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'cocodc_jax\[hf\]'"):
         hugging_face.read(folder, APART)

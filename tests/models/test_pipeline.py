@@ -125,7 +125,7 @@ class TestRegions:
         up = grads["blocks"]["mlp"]["up"].addressable_shards[0].data
         assert up.shape == (_REGIONS // length, 2, 16 // data, 24 // model)
 
-    def test_bfloat16_goes_through_the_compiler(self):
+    def test_a_bfloat16_pipeline_compiles(self):
         mesh = make_mesh(_REGIONS, model=2, stage=2)
         drawn = draw(BFLOAT16, _REGIONS)
         params, batches = place_regions(mesh, drawn, tokens(_REGIONS))
@@ -174,7 +174,7 @@ class TestProgram:
         outer = jax.device_get(program.outer_params(state))
         return state.region, (np.concatenate([x.losses for x in outputs]), outer)
 
-    def test_diloco_is_the_same_run(self):
+    def test_diloco_trains_a_pipeline_as_the_plain_model(self):
         mesh = make_mesh(_REGIONS, data=2, stage=2)
         specs = partition_specs(draw(CONFIG), stage="stage")
         pipelined = make_pipelined_loss_fn(CONFIG, 2, 4)
@@ -281,7 +281,7 @@ class TestRefusals:
             ({"scan_layers": False}, (1, 1), "use scan_layers=True"),
         ],
     )
-    def test_sizes_that_make_no_pipeline(self, changes, sizes, message):
+    def test_invalid_sizes_of_a_pipeline_are_refused(self, changes, sizes, message):
         config = dataclasses.replace(CONFIG, **changes)
         with pytest.raises(ValueError, match=message):
             make_pipelined_loss_fn(config, *sizes)

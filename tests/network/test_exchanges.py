@@ -52,7 +52,7 @@ def test_an_exchange_at_every_step_blocks_every_step():
     assert timeline.sim_s == pytest.approx(5 * (1 + cost.seconds))
 
 
-def test_messages_in_bytes_of_parameters():
+def test_messages_have_the_bytes_of_their_parameters():
     share = {n: exchanges.message_share(methods.get(n)) for n in methods.METHODS}
 
     assert share["data_parallel"] == share["cocodc"] == share["heloco"] == 1
@@ -113,7 +113,7 @@ def test_the_graph_decides_how_messages_cross():
     assert exchanges.crossing(complete) == "gather"
 
 
-def test_one_ring_is_a_ring_and_a_line_bounds_many():
+def test_one_ring_costs_a_ring_all_reduce_and_a_line_bounds_several():
     state = uniform(5, LINK).at()
     ring = collective_cost(state, "ring", 5e9)
     one = exchanges.by_rings(1)(state, 5e9)
@@ -137,6 +137,6 @@ def test_a_slow_region_that_syncs_alone_delays_no_other():
 
 
 @pytest.mark.parametrize("name", ["noloco", "multi_ring", "heloco"])
-def test_a_method_that_leaves_no_choice_refuses_one(name):
+def test_a_collective_is_refused_for_methods_without_a_choice(name):
     with pytest.raises(ValueError, match=f"collective='tree' .*'{name}'"):
         exchanges.crossing(methods.get(name), "tree")

@@ -261,7 +261,7 @@ def test_the_slower_of_two_is_named():
     assert watch.observe(np.array([0.5, np.nan])) == []
 
 
-def test_slow_steps_of_a_timeline():
+def test_slow_steps_of_a_timeline_are_found():
     seconds = np.zeros(3)
     marks = [(0, (0.0, 0.0, 0.0))]
     for i in range(1, 21):
@@ -276,9 +276,12 @@ def test_slow_steps_of_a_timeline():
     assert finding.explain(timeline.regions) == "slow c: 5 s, usually 1 s (z = 8)"
 
 
-def test_words_and_times_of_pairs():
+def test_findings_are_explained_in_words():
     finding = Finding("network", (), 2.0, 1.0, 9.0)
     assert finding.explain().startswith("the network: 2 s")
-    assert (
-        faults.pair_seconds(uniform(2, Link(8e-9 * 100, 0.5)), 50.0, 0.0)[0, 1] == 1.0
-    )
+
+
+def test_seconds_of_a_pair_are_its_transfer_and_delay():
+    topology = uniform(2, Link(8e-9 * 100, 0.5))
+    seconds = faults.pair_seconds(topology, 50.0, 0.0)
+    assert seconds[0, 1] == 1.0

@@ -59,7 +59,7 @@ def test_arrived_does_not_look_ahead():
     assert channel.arrived(first, 3.5)
 
 
-def test_unknown_sharing():
+def test_unknown_sharing_is_refused():
     with pytest.raises(ValueError, match="sharing='lifo' must be one of"):
         Channel(seconds_are_bytes, sharing="lifo")
 

@@ -71,7 +71,7 @@ def test_an_all_gather_of_two_ranks_that_begin_apart_by_hand():
     assert seconds_of(state, phases, [0, 0]) == [10, 10]
 
 
-def test_formula_of_the_docstring():
+def test_all_reduce_seconds_equal_the_formula_of_the_docstring():
     # Six segments a rank of 0.5 s, delay 2 s.
     state = equal_state(4, 2.0, 2 * MIB)
     expected = 3 * 6 * (2 * 2 + 0.5) + 2 * 0.5
@@ -107,7 +107,7 @@ def test_every_value_crosses(num, num_values):
 
 @given(st.integers(2, 6), st.floats(1e5, 1e8), st.sampled_from(NAMES))
 @settings(max_examples=40, deadline=None)
-def test_without_delay_it_is_a_ring(num, num_bytes, name):
+def test_without_delay_gloo_costs_a_ring(num, num_bytes, name):
     num_bytes = 8 * num * round(num_bytes)  # equal segments
     state = equal_state(num, 0.0, 1e6)
 

@@ -37,7 +37,7 @@ def test_shares_of_the_time_by_hand():
     assert together(failures, 2, stretch) == pytest.approx(stretch / 300)
 
 
-def test_regions_that_wait_for_one_that_is_gone():
+def test_goodput_of_regions_that_all_wait_equals_a_drawn_run():
     """Drawn: all of three regions stand still while one is waited for."""
     failures = Failures(300, 40)
     rng = np.random.default_rng(0)

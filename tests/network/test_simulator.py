@@ -233,7 +233,7 @@ def test_a_strided_fragment_sends_its_last_layer_first():
     assert sizes == [(layer, GB) for layer in (4, 3, 2, 1, 0)]
 
 
-def test_times_between_events():
+def test_times_of_steps_by_hand():
     timeline = simulate(PAIR, work(2), staggered(4), 6)
     seen = [timeline.times_s(step)[0] for step in (0, 3, 4, 5, 6)]
     assert seen == [0.0, 3.0, 7.0, 8.0, 9.0]

@@ -24,7 +24,7 @@ def diloco(num_steps, changes=()):
     return simulate(topology, work, staggered(4), num_steps)
 
 
-def test_seconds_within_the_simulated_steps():
+def test_seconds_until_a_simulated_step_by_hand():
     assert diloco(8).seconds_until(5.0) == 8.0  # four steps, sync, one step
     assert diloco(8).seconds_until(3.5) == pytest.approx(3.5 + 3 * 0.5)
 

@@ -304,7 +304,7 @@ def fixed(rank=64, **options):
     return methods.get("dilocox", rank=rank, **options)
 
 
-def test_without_compression_it_is_late_diloco():
+def test_without_compression_dilocox_is_diloco_a_round_late():
     """Against the same mean by an all-reduce, and in float64 against the reference."""
     with jax.enable_x64(True):
         ends = [
@@ -319,7 +319,7 @@ def test_without_compression_it_is_late_diloco():
     assert_close(ends[0], reference(64, (64,), 4, itemsize=8)[0], 1e-12)
 
 
-def test_a_rank_that_no_matrix_allows_sends_all_of_it():
+def test_a_rank_above_those_of_the_matrices_is_no_compression():
     whole = fixed().with_sync(message=Compressed(error_feedback(low_rank(64))))
     ends = (train(*make(method))[1] for method in (whole, fixed(compress="none")))
     assert_within_ulps(*ends)
@@ -331,7 +331,7 @@ def int4_bytes(shape):
     return math.ceil(size / 2) + 4 * math.ceil(size / 256)
 
 
-def test_ranks_that_no_matrix_allows():
+def test_ranks_above_those_of_the_matrices_send_every_entry():
     """Ranks 64 to 16 send every entry; the run goes on and counts its bytes."""
     method = dilocox(4, 64, 16, **RATES)
     _, seen = train(*make(method), until=20)
@@ -416,7 +416,7 @@ def test_a_divided_outer_state_measures_the_same_ranks(real):
 
 
 @pytest.mark.parametrize("sum_factors", mostly_slow([False, True], quick=[True]))
-def test_adopted_it_goes_on_at_its_rank(sum_factors):
+def test_an_adopted_run_goes_on_at_its_rank(sum_factors):
     """Another inner optimizer alone: all that the method remembers is kept."""
     method = dilocox(6, 6, 1, sum_factors=sum_factors, **RATES)
     program, state = make(method)

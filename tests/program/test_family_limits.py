@@ -218,7 +218,7 @@ def test_a_region_of_twice_the_batch_counts_twice():
 
 
 @pytest.mark.parametrize("name", ["des_loc", "mt_dao"])
-def test_moments_of_regions_that_see_the_same_are_one_region_s(name):
+def test_averaged_moments_of_equal_regions_are_those_of_one(name):
     """Averaging equal values changes nothing; nor does a slow momentum of weight 0."""
     same = np.repeat(TARGETS[:, :1], 4, axis=1)
     inner = {

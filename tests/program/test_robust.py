@@ -166,7 +166,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case", mostly_slow(CASES, quick=["clip", "trim", "late, outer mesh, gathered"])
 )
-def test_against_numpy(case):
+def test_robust_means_equal_the_numpy_reference(case):
     make, options, exchange, alpha = CASES[case]
     with jax.enable_x64(True):
         method = make(**options)
@@ -303,7 +303,7 @@ def test_a_region_is_restored_before_and_after_the_middle_of_a_delay(changes):
     assert np.asarray(program.finite_regions(state)).all()
 
 
-def test_one_region_does_not_end_the_run(tmp_path):
+def test_a_region_with_bad_batches_does_not_end_the_run(tmp_path):
     """And it goes on from its middle: region 2 is restored as the run is saved.
 
     Without the flag it does: `TestNotFinite` of `train/test_loop.py`.

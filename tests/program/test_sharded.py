@@ -175,7 +175,7 @@ print(json.dumps(means))
 """
 
 
-def test_one_device_in_all_is_enough():
+def test_one_device_for_regions_and_outer_state_is_enough():
     """In another process, in which regions and outer state share the only device."""
     words = ("-c", ONE_DEVICE, str(NUM_STEPS), "data_parallel", "cocodc")
     done = subprocess.run(

@@ -66,7 +66,7 @@ def test_arrays_on_another_order_of_devices_enter_without_a_move():
     assert buffers(entered) == buffers(x)
 
 
-def test_regions_over_two_axes_of_the_mesh():
+def test_regions_may_be_sharded_over_two_axes_of_the_mesh():
     mesh = mesh_of(dcn=2, slices=2, fsdp=2)
     x = put(mesh, (4, 8), ("dcn", "slices"), "fsdp")
     expected = np.array(x)

@@ -124,7 +124,7 @@ def test_losses_are_compared_at_the_bytes_of_the_method_that_sends_least(
     assert comparison["methods"]["long"]["evaluated_bytes"] == [20, 30]
 
 
-def test_losses_at_the_bytes_of_a_target(of_unequal_bytes):
+def test_losses_are_compared_at_the_bytes_of_the_target(of_unequal_bytes):
     comparison = compare(of_unequal_bytes, "long")
 
     assert comparison["equal_bytes_method"] == "long"

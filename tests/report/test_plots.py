@@ -149,7 +149,7 @@ def test_a_narrow_terminal_keeps_the_numbers(monkeypatch):
     )
 
 
-def test_a_bar_in_a_terminal():
+def test_a_terminal_shows_a_progress_bar():
     text = progress(terminal=True, times=itertools.count(step=1.0))
     assert "4/4" in text
     assert "━" in text

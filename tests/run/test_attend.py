@@ -159,7 +159,7 @@ def test_wrong_flags_of_wandb_are_refused(flags, line, refused, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_a_whole_run_shows_itself(wandb, tmp_path):
+def test_a_run_sends_its_records_to_wandb(wandb, tmp_path):
     text = pathlib.Path(cocodc_jax.__file__).parent
     config = PRESETS["smoke"].replace(
         data_dir=str(tmp_path), dataset=f"text:{text}", steps=16
@@ -173,7 +173,7 @@ def test_a_whole_run_shows_itself(wandb, tmp_path):
     assert run.arguments["name"] == "run"
 
 
-def test_offline_with_the_package_itself(tmp_path):
+def test_the_package_wandb_writes_offline_runs(tmp_path):
     pytest.importorskip("wandb", reason="needs the extra wandb")
     mirrors = Tracking("p", "offline").mirrors("name", {"steps": 3})
     for offset in (None, 0):

@@ -87,7 +87,7 @@ def test_a_result_that_cannot_be_written_is_named_in_one_line(tmp_path):
     assert (done.returncode, done.stderr) == (1, message)
 
 
-def test_an_interrupt_is_one_line():
+def test_an_interrupt_is_reported_in_one_line():
     program = """import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored in the background.
 main = lambda: signal.raise_signal(signal.SIGINT)

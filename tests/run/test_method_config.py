@@ -181,13 +181,13 @@ def test_an_argument_without_explanation_or_type_is_refused(method, why):
         method_config.method_leaves({name: method})
 
 
-def test_types_of_leaves():
+def test_a_flag_has_the_type_of_its_annotation():
     assert leaf_type(int, int | None) is int
     assert leaf_type(int | str | None) == leaf_type(str, int) == COUNT_OR_WORD
     assert leaf_type(str | cc.methods.Method) is str
 
 
 @pytest.mark.parametrize("annotations", [(int, float), (list,), (bool, str)])
-def test_types_that_no_flag_has(annotations):
+def test_annotations_without_a_flag_type_are_refused(annotations):
     with pytest.raises(ValueError, match="no flag can be made for"):
         leaf_type(*annotations)

@@ -216,7 +216,7 @@ class TestCommands:
             ("no-such-command", "finished: exit code 127"),
         ],
     )
-    def test_failures_are_a_line(self, command, line, tmp_path, capfd):
+    def test_failures_of_a_command_are_one_line(self, command, line, tmp_path, capfd):
         self.run(command, [Event("finished", "done")], tmp_path, timeout_s=0.2)
         warning = capfd.readouterr().err
         assert warning.startswith(f"warning: --on_event: {line}")

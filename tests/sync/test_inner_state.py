@@ -56,7 +56,7 @@ def test_regions_may_be_stacked():
     jax.tree.map(np.testing.assert_array_equal, both, stack(*one_by_one))
 
 
-def test_masked_leaves_and_other_dtypes():
+def test_copies_may_be_masked_and_have_another_dtype():
     free = optax.contrib.schedule_free_sgd(0.1, state_dtype=jnp.bfloat16)
     optimizer = optax.masked(free, {"w": False, "b": True})
     state = cc.merge_opt_state(optimizer.init(OLD), OLD, NEW).inner_state

@@ -89,7 +89,7 @@ def test_messages_are_values():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sums_of_decoded_messages(dtype):
+def test_means_and_sums_of_decoded_messages_by_hand(dtype):
     """In float32, and cast back: 1/3 of 1, 2 and 3 each, or 1/4, 1/4 and 1/2."""
     tree = {"w": jnp.array([[1.0, 0.0], [2.0, 0.0], [3.0, 4.0]], dtype)}
     messages, _ = jax.vmap(lambda x: identity().encode(x, ()))(tree)
@@ -129,7 +129,7 @@ def test_mean_gradients_need_no_gathering():
     assert made.num_bytes(jnp.zeros(3, jnp.bfloat16)) == 12  # Summed in float32.
 
 
-def test_compressed_gradients_with_memory():
+def test_compressed_gradients_have_an_error_feedback():
     """The residual 3 of the first step is sent with the 1 of the second."""
     compressor = compression.error_feedback(top_k(0.5))
     made = per_step.compressed_gradients(compressor)
@@ -176,7 +176,7 @@ def test_strides_differ_as_long_as_there_are_some():
     assert ByRings(2).strides(1) == (0, 0)
 
 
-def test_bytes_are_twice_all_but_one_share():
+def test_a_ring_sends_twice_all_shares_but_one():
     shapes = {"w": jax.ShapeDtypeStruct((60, 20), np.float32)}
     assert ByRings(2).num_bytes(shapes, 4) == 4 * 1200 * 2 * 3 / 4
     assert ByRings(2).num_bytes(shapes, 1) == 0

@@ -72,7 +72,7 @@ def test_an_unknown_need_is_refused():
         ("output_loss_fn", r"UserInputs\(outputs=\(model, loss\)\)"),
     ],
 )
-def test_a_missing_input_of_the_user(need, what):
+def test_a_missing_input_of_the_user_is_named(need, what):
     with pytest.raises(ValueError, match=f"its merge needs '{need}': pass {what}"):
         needs.check({need}, UserInputs(), "its merge")
 
@@ -119,7 +119,7 @@ def test_arguments_of_a_merge_by_hand():
     assert values["key"] == jax.random.key(7)
 
 
-def test_the_loss_as_functions_of_a_fragment():
+def test_needs_give_the_loss_as_functions_of_a_fragment():
     """3 theta^2 has the gradient 6 theta; the model is 3 theta."""
     values = needs.arguments({"gradient_fn", "model_fn", "output_loss_fn"}, seen())
     part = {"w": jnp.array([2.0])}
@@ -128,7 +128,7 @@ def test_the_loss_as_functions_of_a_fragment():
     close(values["output_loss_fn"](jnp.array([1.0, 5.0])), 6.0)
 
 
-def test_the_two_halves_of_an_overlap():
+def test_the_gradients_of_two_halves_of_an_overlap_by_hand():
     """In numbers: one tensor moves by 6 in 2 steps, then by 3 in 3 steps."""
     values = needs.arguments({"later_gradient", "later_params"}, seen())
     # 9 / 5 overall, plus the change from 6 / 2 to 3 / 3.

@@ -157,7 +157,7 @@ def test_many_regions_equal_one_at_a_time(name, over_regions):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_keeps_dtypes_and_compiles_once(name):
+def test_transforms_keep_dtypes_and_compile_once(name):
     dtypes = {"layers": [np.float64, jnp.bfloat16], "scale": np.float32}
     with jax.enable_x64(True):
         params = jax.tree.map(jnp.asarray, tree(1), dtypes)
@@ -237,7 +237,7 @@ def test_inject_hyperparams_gives_the_same_numbers(name):
 
 # Optax's Newton-Schulz divides by a norm whose slope at zero is nan.
 @pytest.mark.parametrize("name", [name for name in CASES if name != "muon"])
-def test_gradients_flow_through(name):
+def test_gradients_flow_through_transforms(name):
     def size(gradients, params):
         updates, _ = run(build(CASES[name]), gradients, params, tree(20))
         return sum(jnp.sum(u) for u in jax.tree.leaves(updates))

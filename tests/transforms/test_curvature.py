@@ -90,7 +90,7 @@ nu = flat(NU)
         (curvature.adam_second_moment(units="gradient"), nu * d),
     ],
 )
-def test_elementwise_formulas(chosen, expected):
+def test_elementwise_curvatures_equal_their_formulas(chosen, expected):
     product = call(chosen, D, delay_steps=5, learning_rate=1e-3, second_moment=NU)
     np.testing.assert_allclose(flat(product), expected, rtol=1e-12, atol=0)
 
@@ -180,7 +180,7 @@ def test_hutchinson_is_unbiased(problem):
     ("chosen", "gradients"),
     [(curvature.hessian_vector(), 3.0), (curvature.gauss_newton(), 2.0)],
 )
-def test_cost_in_units_of_one_gradient(chosen, gradients):
+def test_curvature_products_cost_a_few_gradients(chosen, gradients):
     """By XLA's count of operations: a dense Hessian would cost thousands."""
     x = np.ones((64, 64))
     params = {f"w{i}": np.eye(64) for i in range(4)}

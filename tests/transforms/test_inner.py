@@ -136,7 +136,7 @@ def test_a_schedule_scales_every_leaf():
     assert all(np.all(x == 0) for x in jax.tree.leaves(still))
 
 
-def test_matrix_axes_of_lists_and_partial_trees():
+def test_matrix_axes_are_found_in_lists_and_partial_trees():
     assert matrix_axes({"head": jnp.ones((3, 4))}) == {"head": None}
     axes = matrix_axes({"blocks": [{"up": jnp.ones((2, 3)), "norm": jnp.ones(2)}]})
     assert axes["blocks"][0]["norm"] is None
@@ -174,7 +174,7 @@ def test_mt_adam_equals_its_formula(b1s, weights):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10)
 
 
-def test_with_one_momentum_of_weight_one_it_is_adamw():
+def test_mt_adam_with_one_momentum_of_weight_one_is_adamw():
     params = {"w": jnp.arange(5.0)}
     gradient = {"w": jnp.asarray(GRADIENTS[0], jnp.float32)}
     optimizers = (mt_adam(0.1, (0.9,), (1.0,)), optax.adamw(0.1))
@@ -204,7 +204,7 @@ def test_moments_of_narrow_parameters_are_wide():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_small_numbers_keep_their_sign_and_zeros_are_sent_as_plus_one(dtype):
+def test_lion_sends_signs_of_small_numbers_and_plus_one_for_zeros(dtype):
     gradient = jnp.array([-1e-7, 1e-7, 0.0, -0.0], dtype)
     message, _ = lion.send(gradient, lion.init(gradient))
     direction = lion.combine(jax.tree.map(lambda x: x[None], message))

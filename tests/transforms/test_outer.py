@@ -163,7 +163,7 @@ def test_the_staleness_gap_has_a_finite_gradient_at_zero():
 # --- Generalized primal averaging ---
 
 
-def test_with_a_uniform_average_it_is_schedule_free(arrivals):
+def test_a_uniform_primal_average_is_schedule_free(arrivals):
     """The weight of the old average is 1 - 1/t at step t."""
     rate = 0.3
     mu = 0.6

@@ -32,7 +32,7 @@ def run(compressor, calls):
     return decoded, states
 
 
-def test_against_numpy():
+def test_thresholding_equals_the_numpy_reference():
     rng = np.random.default_rng(0)
     # Lengths that change make some calls overflow and others leave room.
     calls = [s * rng.normal(size=44) for s in [1, 1, 5, 0.3, 2, 0.1, 3]]

@@ -41,13 +41,15 @@ def the_newer_ends_too(self, message, now):
         (Member, "_count_promise", lambda *_: None, "all go on"),
     ],
 )
-def test_a_protocol_without_a_rule_is_broken(monkeypatch, where, name, instead, broken):
+def test_the_explorer_finds_the_fault_of_a_protocol_without_a_rule(
+    monkeypatch, where, name, instead, broken
+):
     monkeypatch.setattr(where, name, instead)
     with pytest.raises(Broken, match=broken):
         explore(2, 1, 6)
 
 
-def test_a_view_of_too_few_is_seen(monkeypatch):
+def test_the_explorer_finds_a_view_of_too_few_regions(monkeypatch):
     init = Member.__init__
 
     def careless(self, *args):

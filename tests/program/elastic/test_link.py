@@ -67,7 +67,7 @@ def test_a_life_that_returns_is_the_next_one_of_its_process():
         assert second.boot == boot + 1
 
 
-def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
+def test_a_killed_region_is_left_out_and_its_next_life_joins(places):
     timing = dataclasses.replace(TIMING, dead_after_s=1)
     one, two = places(2, timing=timing)
     with Link(one, "run", 1000) as first:
@@ -207,7 +207,7 @@ def test_a_stranger_at_a_regions_address_gets_no_more_memory_than_one_that_conne
         [b"\xff" * 4, b"", b""],
     ],
 )
-def test_pieces_that_are_no_message_are_refused(pieces):
+def test_invalid_pieces_of_messages_are_refused(pieces):
     with pytest.raises(ValueError, match=r"bytes|long"):
         sockets.joined([bytes(piece) for piece in pieces], 3)
 

@@ -101,7 +101,7 @@ SYNC = (0, 10)
 
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 0.5), st.floats(0, 100))
-def test_the_difference_of_clocks_is_no_time(apart, latency, seconds):
+def test_differences_of_clocks_do_not_count_as_time(apart, latency, seconds):
     """By hand: heartbeats 0.2 s later than the fastest one tell nothing."""
     times = Times(ME, 2, wait_s=1)
     for sent, late in ((0.0, 0.2), (1.0, 0.0), (2.0, 0.1)):

@@ -21,7 +21,7 @@ def part(num, dtype=jnp.float32):
 
 @pytest.mark.parametrize("num", [5, LANES + 3, 2 * LANES])
 @pytest.mark.parametrize("at", [0, -1])
-def test_one_bit_is_seen_and_is_rounding(num, at):
+def test_one_bit_changes_a_digest_and_counts_as_rounding(num, at):
     first = part(num)
     other = part(num)
     assert mark(first) == mark(other)
@@ -38,7 +38,7 @@ def test_a_different_model_is_not_taken_for_rounding():
     assert not _is_near(mark(first), mark(other))
 
 
-def test_values_that_change_places_are_seen():
+def test_swapped_values_change_a_digest():
     first = part(2 * LANES)
     backwards = {**first, "w": first["w"][::-1]}
     rolled = {**first, "w": jnp.roll(first["w"], LANES)}
@@ -47,7 +47,7 @@ def test_values_that_change_places_are_seen():
     assert mark(rolled).bits != mark(first).bits
 
 
-def test_values_that_change_leaves_are_seen():
+def test_values_in_another_leaf_change_a_digest():
     first = part(2 * LANES)
     leaves = {"a": first["w"][:9], "b": first["w"][9:18]}
     swapped = {"a": leaves["b"], "b": leaves["a"]}
@@ -62,7 +62,7 @@ def test_the_scale_is_the_root_mean_square():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64])
-def test_one_value_more_is_seen_in_every_dtype(dtype):
+def test_a_changed_value_of_any_dtype_changes_a_digest(dtype):
     first = part(40, dtype)
     other = {**first, "w": first["w"].at[3].add(1)}
     assert mark(first).bits != mark(other).bits

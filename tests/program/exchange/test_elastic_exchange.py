@@ -239,7 +239,7 @@ def experts_of(params):
         ("cocodc", {"compress": "int8", "syncs_per_interval": 2}),
     ],
 )
-def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
+def test_a_late_mean_is_merged_with_its_true_delay(tiny, name, options):
     """Due after 1 step and there after 2: as where 2 is the delay."""
 
     def merged_at_4(delay_steps):
@@ -388,7 +388,7 @@ def test_the_text_of_a_place_has_no_key():
     assert "key" not in repr(places(1)[0])
 
 
-def test_a_mean_is_waited_for_as_the_link_waits():
+def test_a_wait_for_a_mean_ends_if_the_link_ends_it():
     """So a region that is asked to stop waits no longer."""
     exchange = object.__new__(ElasticExchange)
     exchange.link = mock.Mock()
@@ -413,7 +413,7 @@ def test_a_row_of_another_size_is_in_no_mean():
     assert exchange.in_mean == {(0, 4): (0,)}
 
 
-def test_a_row_of_another_size_leaves_its_sender_out_with_a_word(capsys):
+def test_a_sender_of_rows_of_another_size_is_left_out_and_named(capsys):
     rows = {0: np.float32([1, 2]).tobytes(), 2: b"\0" * 4}
     like = np.empty((1, 2), np.float32)
     assert _sound((1, 30), rows, like) == {0: rows[0]}

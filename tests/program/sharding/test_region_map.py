@@ -147,7 +147,7 @@ CASES = [(name, 2, 2) for name in METHODS] + [
 
 
 @pytest.mark.parametrize(("name", "data", "model"), mostly_slow(CASES, quick=QUICK))
-def test_one_region_on_several_devices(name, data, model):
+def test_one_region_on_several_devices_trains_as_on_one(name, data, model):
     actual = result(name, data, model)
     expected = on_one_device(name)
     assert_all_close(actual, expected, rtol=RTOL, atol=ATOL)

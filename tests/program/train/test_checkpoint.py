@@ -471,7 +471,7 @@ class TestFailure:
         with pytest.raises(OSError, match=folder):
             Checkpoints(tmp_path / folder)
 
-    def test_a_step_that_is_saved_already(self, tiny, saved):
+    def test_saving_a_step_twice_is_refused(self, tiny, saved):
         program, _, folder = saved
         state, _ = tiny.finish(program, tiny.start(program), 2)
         with pytest.raises(ValueError, match="holds a checkpoint of step 2, so step 2"):
@@ -492,7 +492,9 @@ class TestFailure:
         ],
         ids=["regions", "optimizer", "data_parallel", "fragments", "dtype"],
     )
-    def test_a_checkpoint_of_another_program(self, tiny, saved, change, message):
+    def test_a_checkpoint_of_another_program_is_refused(
+        self, tiny, saved, change, message
+    ):
         _, _, folder = saved
         dtype = change.pop("dtype", "float32")
         params = jax.tree.map(

@@ -63,7 +63,7 @@ def test_waits_for_several_merges_add_up():
     assert recorder.stall_s > 0.2
 
 
-def test_a_flight_from_its_start_to_its_merge():
+def test_a_sync_has_the_times_of_its_start_arrival_and_merge():
     """Started at step 2, arrived 0.2 s later, merged at step 4 without stall."""
     mean = PendingMean()
     steps = PendingMean()

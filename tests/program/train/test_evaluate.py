@@ -52,7 +52,7 @@ def test_an_evaluation_compiles_once_for_equally_sharded_parameters(tiny):
 
 
 @pytest.mark.parametrize("num_batches", [1, 6])
-def test_batches_that_the_region_axis_does_not_divide(tiny, num_batches):
+def test_batches_that_the_region_axis_does_not_divide_are_refused(tiny, num_batches):
     why = f"eval_batches={num_batches} is not a multiple .* axis, 4"
     with pytest.raises(ValueError, match=why):
         make_evaluate(tiny.loss_fn, make_mesh(4), make_batches(tiny, num_batches))

@@ -53,7 +53,7 @@ def test_a_period_of_no_steps_is_refused():
         periodic(4, 0)
 
 
-def test_staggered_with_a_delay_longer_than_a_slot():
+def test_a_staggered_schedule_with_a_delay_longer_than_a_slot_by_hand():
     """Fragment p starts at p H / K = 2 p, then every 6 steps; each takes 3."""
     assert table(staggered(6, 3, 3), 14) == {
         2: "+1",
@@ -71,7 +71,7 @@ def test_staggered_with_a_delay_longer_than_a_slot():
     }
 
 
-def test_with_a_delay_of_h_a_fragment_comes_back_and_leaves_in_one_step():
+def test_with_a_delay_of_h_a_fragment_finishes_and_starts_in_one_step():
     assert table(staggered(4, 2, 4), 10) == {
         2: "+1",
         4: "+0",

@@ -85,6 +85,6 @@ def test_the_event_of_a_message_has_the_rank_it_left_with():
     ("rank", "min_rank", "message"),
     [(4, 0, "at least 1"), (4, 5, "at most rank=4"), (4, 1.5, "a whole number")],
 )
-def test_a_smallest_rank_out_of_range(rank, min_rank, message):
+def test_a_min_rank_out_of_range_is_refused(rank, min_rank, message):
     with pytest.raises(ValueError, match=f"min_rank={min_rank} must be {message}"):
         ranked_rounds(8, rank, min_rank)
