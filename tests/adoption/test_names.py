@@ -114,7 +114,7 @@ def test_layers_with_a_name_before_their_number_are_no_stack():
     assert message_bytes(message) == 4 * (4 + 4)
 
 
-def test_a_guess_by_name_is_logged_once_and_can_be_overridden(caplog):
+def test_a_guess_by_name_is_logged_once(caplog):
     tree = {"layers": {"w": jnp.ones((3, 5))}}
     layers._say_of_stack.cache_clear()
     for _ in range(2):
@@ -124,16 +124,24 @@ def test_a_guess_by_name_is_logged_once_and_can_be_overridden(caplog):
     (warning,) = caplog.messages
     assert "the leaves below 'layers' are taken for layers" in warning
 
-    right, _ = matrices(identity(), has_layers=lambda path: False).encode(tree, ())
-    assert list(right.matrices) == ["layers/w"]
 
+def test_has_layers_overrides_the_guess_of_a_compressor():
+    tree = {"layers": {"w": jnp.ones((3, 5))}}
+    compressor = matrices(identity(), has_layers=lambda path: False)
+    message, _ = compressor.encode(tree, ())
+    assert list(message.matrices) == ["layers/w"]
+
+
+def test_has_layers_overrides_the_guess_of_an_average():
     average = RadialDirectional(embedding="nothing", has_layers=lambda path: False)
     sent = average.before({"layers/embed": jnp.ones((4, 4))}, None)
     assert sent["layers/embed"]["length"].item() == 4
 
-    whole = normalized_outer_product(scope="layer", has_layers=lambda path: False)
+
+def test_has_layers_overrides_the_guess_of_a_curvature():
+    chosen = normalized_outer_product(scope="layer", has_layers=lambda path: False)
     x = jnp.arange(6.0).reshape(2, 3)
-    product = whole.product({"layers": {"w": x}}, {"layers": {"w": x}})
+    product = chosen.product({"layers": {"w": x}}, {"layers": {"w": x}})
     expected = normalized_outer_product().product({"w": x}, {"w": x})
     np.testing.assert_array_equal(product["layers"]["w"], expected["w"])
 

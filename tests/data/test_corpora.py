@@ -448,20 +448,28 @@ def test_a_tfds_set_without_random_access_is_refused(tmp_path):
         _open_toy(tmp_path)
 
 
-def test_byte_order_marks_are_left_out_of_texts(tmp_path):
-    lines = "A first line\nand another \ufeffone\n"
-    texts = _write(tmp_path / "texts", {"a.txt": lines, "b.txt": "other"})
-    (texts / "a.txt").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+MARKED = "A first line\nand another \ufeffone\n"
 
-    listed = files.list_text_files([str(texts)])
-    assert [d.text for d in files.read_documents(listed)] == [lines, "other"]
+
+@pytest.fixture
+def with_mark(tmp_path):
+    """A folder with a text that begins with a byte order mark, and another text."""
+    folder = _write(tmp_path / "texts", {"b.txt": "other"})
+    (folder / "a.txt").write_bytes(b"\xef\xbb\xbf" + MARKED.encode())
+    return folder
+
+
+def test_byte_order_marks_are_left_out_of_texts_unless_they_are_kept(with_mark):
+    listed = files.list_text_files([str(with_mark)])
+    assert [d.text for d in files.read_documents(listed)] == [MARKED, "other"]
 
     kept = files.read_documents(listed, keeps_marks=True)
-    assert next(kept).text == "\ufeff" + lines
+    assert next(kept).text == "\ufeff" + MARKED
 
-    corpus = _open(texts, tmp_path / "data")
-    train, validation = _texts(corpus)
-    assert {*train, *validation} == {lines, "other"}
+
+def test_byte_order_marks_are_left_out_of_a_corpus(with_mark, tmp_path):
+    train, validation = _texts(_open(with_mark, tmp_path / "data"))
+    assert {*train, *validation} == {MARKED, "other"}
 
 
 def test_files_without_a_mark_keep_their_fingerprint_of_text(tmp_path):

@@ -55,25 +55,37 @@ def test_launch_files_install_the_extras_of_the_programs(name):
     assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
 
 
-def test_kubernetes_names_and_counts_agree():
-    text = (FOLDER / "kubernetes.yaml").read_text()
-    service, job = yaml.safe_load_all(text)
-    name = job["metadata"]["name"]
+def kubernetes():
+    """Return the service, the job, its pod and the flags of its container."""
+    service, job = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    words = [word[2:] for word in container["command"] if word.startswith("--")]
+    return service, job, pod, dict(word.split("=") for word in words)
+
+
+def test_the_kubernetes_service_selects_the_pods_of_the_job():
+    service, job, pod, _ = kubernetes()
     assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+
+
+def test_kubernetes_flags_name_the_processes_of_the_job():
+    _, job, pod, flags = kubernetes()
+    name = job["metadata"]["name"]
     assert job["spec"]["completionMode"] == "Indexed"
 
-    pod = job["spec"]["template"]["spec"]
-    assert pod["subdomain"] == service["metadata"]["name"]
-    (container,) = pod["containers"]
-
-    flags = dict(x[2:].split("=") for x in container["command"] if x.startswith("--"))
     count = int(flags["num_processes"])
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == count
     assert int(flags["regions"]) % count == 0
     assert flags["coordinator_address"] == f"{name}-0.{pod['subdomain']}:9876"
     assert flags["process_id"] == "$(JOB_COMPLETION_INDEX)"
 
+
+def test_the_kubernetes_workdir_is_in_a_volume():
+    _, _, pod, flags = kubernetes()
+    (container,) = pod["containers"]
     mounts = [m["mountPath"] for m in container["volumeMounts"]]
     assert any(flags["workdir"].startswith(f"{path}/") for path in mounts)
 

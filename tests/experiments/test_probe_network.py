@@ -78,30 +78,42 @@ def test_two_processes_measure_what_the_simulator_predicts(command, tmp_path):
         assert f"{ratio:.2f}" in out
 
 
-def test_links_are_read_from_flags_and_files(tmp_path):
+def test_without_flags_there_are_no_links():
     assert probe_network.read_links(values_of(), 2) is None
+
+
+def test_links_are_read_from_flags():
     state = probe_network.read_links(values_of("--bandwidth_mbit=8", "--mtu=520"), 2)
     assert state is not None
-    assert state.bytes_per_s[0, 1] == 900_000  # of a million, 52 bytes of 520 headers
+    assert state.bytes_per_s[0, 1] == 900_000  # Headers are 52 of 520 bytes.
     assert state.delay_s[0, 1] == 0.05
 
+
+@pytest.fixture
+def links_file(tmp_path):
+    """A file of two regions."""
     path = tmp_path / "links.yaml"
     path.write_text("""
 regions: [here, there]
 default: {bandwidth_gbps: 0.016, latency_ms: 10}
 links: [{from: here, to: there, bandwidth_gbps: 0.004}]
 """)
-    links = f"--links={path}"
-    values = values_of(links, "--bandwidth_mbit=8", "--mtu=520")
+    return path
+
+
+def test_links_are_read_from_a_file_and_limited_by_flags(links_file):
+    values = values_of(f"--links={links_file}", "--bandwidth_mbit=8", "--mtu=520")
     state = probe_network.read_links(values, 2)
 
     assert state is not None
     assert state.bytes_per_s[0, 1] == 450_000
-    assert state.bytes_per_s[1, 0] == 900_000  # at most
+    assert state.bytes_per_s[1, 0] == 900_000  # By the flag.
     assert state.delay_s[1, 0] == 0.01
 
+
+def test_a_file_of_another_number_of_regions_is_refused(links_file):
     with pytest.raises(ValueError, match="has 2 regions, but there are 3 processes"):
-        probe_network.read_links(values_of(links), 3)
+        probe_network.read_links(values_of(f"--links={links_file}"), 3)
 
 
 def test_packets_are_as_long_as_the_lab_makes_them(tmp_path, monkeypatch):

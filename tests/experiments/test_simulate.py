@@ -184,20 +184,26 @@ def test_invalid_failures_are_refused(failures, why, refused):
     assert error.startswith(f"--failures={failures}: '{failures}'{why}")
 
 
-def test_arguments_of_a_method_reach_it(simulated):
+def test_compress_reaches_the_simulated_messages(simulated):
     sent = simulated("--method=diloco", "--compress=int8")["bytes_sent"][0]
-    # Gathered from two regions, three times; a scale for 256 numbers besides.
+    # Gathered from two regions, three times, with a scale for 256 numbers.
     assert sent == pytest.approx(3 * 4e9 * (1 / 4 + 4 / 1024))
 
+
+def test_answers_and_grace_set_the_simulated_delay(simulated):
     late = ("--answer_steps=1,9", "--grace_steps=3", "--quorum=1")
     result = simulated("--method=decoupled_diloco", *late)
     assert result["summary"]["max_delay_steps"] == 4
 
+
+def test_an_effective_rank_shortens_the_simulated_rounds(simulated):
     ranks = ("--sync_interval=20", "--rank=32", "--min_rank=4", "--effective_rank=8")
     syncs = simulated("--method=dilocox", *ranks, "--steps=100")["syncs"]
     delays = [sync["merge_step"] - sync["start_step"] for sync in syncs]
     assert (delays[0], delays[-1]) == (20, 5)
 
+
+def test_a_network_share_sets_the_simulated_slots(simulated):
     auto = ("--syncs_per_interval=auto", "--network_share=0.3", "--delay_steps=auto")
     syncs = simulated("--method=cocodc", *auto, "--steps=300")["syncs"]
     # 0.5 GB and two delays: a sync of 1 s, so 30 fit in 30 s of 100, 3 steps apart.

@@ -271,12 +271,11 @@ def test_specs_divide_every_matrix(scan_layers):
     specs = partition_specs(shapes(config))
     block = specs["blocks"] if scan_layers else specs["blocks"][1]
     layer = (None,) if scan_layers else ()
-    assert specs["embedding"] == P("model", None)
 
-    divided = partition_specs({"embedding": np.zeros((2, 2))}, divides_embedding=True)
-    assert divided == {"embedding": P("model", "data")}
+    assert specs["embedding"] == P("model", None)
     assert specs["head"] == P("data", "model")
     assert specs["norm"]["scale"] == P()
+
     assert block["attention"]["query"] == P(*layer, "data", "model")
     assert block["attention"]["output"] == P(*layer, "model", "data")
     assert block["mlp"]["up"] == P(*layer, "data", "model")
@@ -287,6 +286,11 @@ def test_specs_divide_every_matrix(scan_layers):
     up, down = (block["mlp"]["lora"][name] for name in ("up", "down"))
     assert up == {"a": P(*layer, "data", None), "b": P(*layer, None, "model")}
     assert down == {"a": P(*layer, "model", None), "b": P(*layer, None, "data")}
+
+
+def test_divides_embedding_shards_both_axes_of_the_embedding():
+    divided = partition_specs({"embedding": np.zeros((2, 2))}, divides_embedding=True)
+    assert divided == {"embedding": P("model", "data")}
 
 
 def test_other_axis_names():

@@ -33,7 +33,8 @@ def test_a_spike_by_hand():
     (spike,) = watch.observe(24, np.array([3.0, 20.0]), 2)
     assert (spike.step, spike.region, spike.loss, spike.usual) == (24, 3, 20.0, 3.0)
     assert spike.score == pytest.approx(17 / 1.4826)
-    assert watch.observe(25, np.array([3.0, 20.0]), 2) == []  # The same one.
+    assert watch.observe(25, np.array([3.0, 20.0]), 2) == []  # The same spike.
+
     for step in range(26, 32):
         assert watch.observe(step, np.array([3.0, 3.0]), 2) == []
 
