@@ -60,7 +60,7 @@ def make_step(tx):
     return step
 
 
-def first(tx, axes, params):
+def first_carry(tx, axes, params):
     carry = params, tx.init(params)
     return jax.vmap(lambda x: x, None, (0, axes), axis_size=4)(carry)
 
@@ -71,7 +71,7 @@ def mapped(tx, axes, **options):
     return jax.vmap(fn, (*both, 0), both, axis_name="region", axis_size=4, **options)
 
 
-def after(step, params, state, batch, steps=5):
+def train(step, params, state, batch, steps=5):
     """Returns parameters and metrics, on the host."""
     step = jax.jit(step)
     for _ in range(steps):
@@ -84,7 +84,7 @@ def after(step, params, state, batch, steps=5):
 def expected(case):
     tx, _, axes = parts_of(case, "stacked")
     params = jax.tree.map(jnp.asarray, PARAMS)
-    return after(mapped(tx, axes), *first(tx, axes, params), jnp.asarray(BATCH))
+    return train(mapped(tx, axes), *first_carry(tx, axes, params), jnp.asarray(BATCH))
 
 
 def placed(mesh, method, layout, carry, specs):
@@ -132,10 +132,10 @@ def test_regions_on_an_explicit_axis_change_no_number(case, layout, spmd):
         params = jax.tree.map(
             lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), PARAMS, SPECS
         )
-        carry = first(tx, axes, params)
+        carry = first_carry(tx, axes, params)
         carry = placed(mesh, method, layout, carry, SPECS)
         batch = jax.device_put(BATCH, NamedSharding(mesh, P("region")))
-        ends = after(mapped(tx, axes, spmd_axis_name=spmd), *carry, batch)
+        ends = train(mapped(tx, axes, spmd_axis_name=spmd), *carry, batch)
 
     assert_as_without_a_mesh(ends, case)
 
@@ -167,10 +167,10 @@ def test_manual_regions_with_an_explicit_axis_change_no_number(layout):
         check_vma=False,
     )
     with jax.set_mesh(mesh):
-        carry = first(tx, axes, jax.tree.map(jnp.asarray, PARAMS))
+        carry = first_carry(tx, axes, jax.tree.map(jnp.asarray, PARAMS))
         carry = placed(mesh, method, layout, carry, {"w": P(), "b": P()})
         batch = jax.device_put(BATCH, NamedSharding(mesh, P("region")))
-        ends = after(program, *carry, batch)
+        ends = train(program, *carry, batch)
 
     assert_as_without_a_mesh(ends, "sparseloco")
 

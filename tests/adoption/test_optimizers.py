@@ -178,7 +178,7 @@ WRAPPED = {
 }
 
 
-def made(form, optimizer, method, user_inputs=None):
+def make(form, optimizer, method, user_inputs=None):
     """A program, or the first state of a transform."""
     user_inputs = user_inputs or cc.UserInputs()
     if form == "program":
@@ -197,8 +197,8 @@ def test_an_accumulation_is_seen_in_a_wrapper(name, form):
         f"sync_interval=6 is .* 4 steps of an update by {who.get(name, 'optax.M')}"
     )
     with pytest.raises(ValueError, match=message):
-        made(form, WRAPPED[name], cc.methods.get("diloco", sync_interval=6))
-    made(form, WRAPPED[name], cc.methods.get("diloco", sync_interval=8))
+        make(form, WRAPPED[name], cc.methods.get("diloco", sync_interval=6))
+    make(form, WRAPPED[name], cc.methods.get("diloco", sync_interval=8))
 
 
 @pytest.mark.parametrize("form", ["program", "synchronized"])
@@ -206,8 +206,8 @@ def test_an_optimizer_that_skips_calls_warns_that_the_interval_counts_calls(form
     optimizer = optax.apply_if_finite(FOUR, 3)
     message = "of which optax.MultiSteps makes an update after a number that is not kn"
     with pytest.warns(UserWarning, match=message):
-        made(form, optimizer, cc.methods.get("diloco", sync_interval=8))
-    made(form, optimizer, cc.methods.get("data_parallel"))
+        make(form, optimizer, cc.methods.get("diloco", sync_interval=8))
+    make(form, optimizer, cc.methods.get("data_parallel"))
 
 
 # --- Extra arguments ---

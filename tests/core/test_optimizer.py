@@ -441,25 +441,31 @@ def frozen(trained):
 FROZEN_SGD = frozen(SGD)
 
 
-def of(inner):
+def synchronized(inner):
     return cc.synchronized(inner, DILOCO, axis_name="region")
 
 
 # The transform, and an optimizer for the program; an accumulation around counts as one
 # step what are two of the program's.
 WRAPPED = {
-    "rate inside": (of(optax.inject_hyperparams(optax.sgd)(0.05)), SGD),
+    "rate inside": (synchronized(optax.inject_hyperparams(optax.sgd)(0.05)), SGD),
     "rate around": (
-        optax.inject_hyperparams(lambda rate: of(optax.sgd(rate)))(rate=0.05),
+        optax.inject_hyperparams(lambda rate: synchronized(optax.sgd(rate)))(rate=0.05),
         SGD,
     ),
-    "in a chain": (optax.chain(optax.scale(0.5), of(optax.sgd(0.1))), SGD),
-    "frozen inside": (of(FROZEN_SGD), FROZEN_SGD),
-    "frozen around": (frozen(of(SGD)), FROZEN_SGD),
-    "masked inside": (of(HALVED), HALVED),
-    "accumulated inside": (of(optax.MultiSteps(SGD, 2)), optax.MultiSteps(SGD, 2)),
-    "accumulated around": (optax.MultiSteps(of(SGD), 2), optax.MultiSteps(SGD, 2)),
-    "told of the loss": (of(PLATEAU), PLATEAU),
+    "in a chain": (optax.chain(optax.scale(0.5), synchronized(optax.sgd(0.1))), SGD),
+    "frozen inside": (synchronized(FROZEN_SGD), FROZEN_SGD),
+    "frozen around": (frozen(synchronized(SGD)), FROZEN_SGD),
+    "masked inside": (synchronized(HALVED), HALVED),
+    "accumulated inside": (
+        synchronized(optax.MultiSteps(SGD, 2)),
+        optax.MultiSteps(SGD, 2),
+    ),
+    "accumulated around": (
+        optax.MultiSteps(synchronized(SGD), 2),
+        optax.MultiSteps(SGD, 2),
+    ),
+    "with the loss as an extra argument": (synchronized(PLATEAU), PLATEAU),
 }
 
 

@@ -80,7 +80,7 @@ def children_of(pid: int) -> list[int]:
     return sorted(map(int, path.read_text().split()))
 
 
-def ends(started: list) -> list[tuple[int, str]]:
+def results_of(started: list) -> list[tuple[int, str]]:
     """Exit codes and standard errors, after all have ended."""
     errors = [process.communicate(timeout=300)[1] for process in started]
     return [(p.returncode, err) for p, err in zip(started, errors, strict=True)]
@@ -309,7 +309,7 @@ def test_with_num_processes_0_slurm_gives_the_processes(
         env = {f"SLURM_{name}": str(value) for name, value in environment.items()}
         started.append(command(TRAIN, *flags, env=env))
 
-    for code, err in ends(started):
+    for code, err in results_of(started):
         assert code == 0, err
     assert_same_run(tmp_path, streaming_in_one)
 
@@ -324,7 +324,7 @@ def test_each_difference_between_two_processes_is_named(
         return command(TRAIN, *STREAMING, *corpus, *who, address, where, *flags)
 
     started = [start(0), start(1, "--outer_lr=0.25", "--seed=7")]
-    for code, err in ends(started):
+    for code, err in results_of(started):
         assert code == 2, err
         (line,) = [line for line in err.splitlines() if line.startswith("error")]
         assert "outer_lr is 0.4 in process 0, 0.25 in 1" in line

@@ -15,7 +15,7 @@ from cocodc_jax.network.links import Link, uniform
 from experiments.faults import scenarios
 
 
-def usual(tmp_path, num=4):
+def usual_links(tmp_path, num=4):
     topology = uniform(num, Link(bandwidth_gbps=0.1, latency_s=0.02))
     return make_plan(topology, ["true"], tmp_path).conditions[0]
 
@@ -26,7 +26,7 @@ def usual(tmp_path, num=4):
     [("link", 0), ("loss", 0), ("cut", 6), ("partition", 8)],
 )
 def test_a_scenario_disturbs_only_its_own_links(tmp_path, scenario, out):
-    before = usual(tmp_path)
+    before = usual_links(tmp_path)
     first, bad, after = scenarios.disturbed(scenario, before, 30.0, 60.0)
     assert (first, after.rate_bps, after.loss) == (before, before.rate_bps, before.loss)
     assert (bad.start_s, after.start_s) == (30, 90)
@@ -107,7 +107,7 @@ def test_syncs_until_a_straggler_is_named_are_counted_from_records(tmp_path):
     assert judgement["syncs_to_name"] == {0: 4, 1: 4}
     assert judgement["seconds_to_name"] == {0: 30.0, 1: 30.0}
 
-    before = usual(tmp_path)
+    before = usual_links(tmp_path)
     assert scenarios.disturbed("straggler", before, 30.0, 60.0) == (before,)
 
 

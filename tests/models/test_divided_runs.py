@@ -79,7 +79,7 @@ SHARED = PRESETS["smoke"].replace(
 )
 
 
-def made(config):
+def make(config):
     num_devices = config.run.regions * config.run.devices_per_region
     mesh = mesh_of(config.run, jax.devices()[:num_devices])
     return build_program(config, config.model, mesh)
@@ -87,7 +87,7 @@ def made(config):
 
 def trained(num_steps=STEPS, **axes):
     config = SHARED.replace(**axes)
-    program = made(config)
+    program = make(config)
     params = init_params(config.run, config.model, jax.random.key(3))
     state = program.init(params, jax.random.key(4))
 
@@ -138,7 +138,7 @@ MOE = {
 def test_experts_of_a_range_are_sharded_over_their_width(num_fragments, of_gate):
     """A fragment of all experts is sharded over experts, as the parameters are."""
     config = SHARED.replace(data_axis=2, expert_axis=2, **MOE)
-    program = made(config.replace(num_fragments=num_fragments))
+    program = make(config.replace(num_fragments=num_fragments))
     for shardings in program.shardings.fragments[num_fragments // 2 :]:
         assert shardings["blocks/moe/experts/gate"].spec == of_gate
 

@@ -71,14 +71,15 @@ def run(program, targets=TARGETS, stops=()):
     return seen if stops else seen[-1]
 
 
-def of(name, **options):
-    """Train a method, once for all callers."""
+def case(name, **options):
+    """Return the key by which `trained` finds a method and its arguments."""
     return name, tuple(options.items())
 
 
 @functools.cache
-def trained(what, regions=NUM_REGIONS):
-    name, options = what
+def trained(key, regions=NUM_REGIONS):
+    """Train a method, once for all callers."""
+    name, options = key
     return run(make(methods.get(name, **dict(options)), regions))
 
 

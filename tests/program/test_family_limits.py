@@ -12,114 +12,114 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.mt_adam import mt_adam
 from tests.numerics import assert_within_ulps
 from tests.program import quadratic
-from tests.program.quadratic import LR, OUTER, PARAMS, TARGETS, join, of, trained
+from tests.program.quadratic import LR, OUTER, PARAMS, TARGETS, case, join, trained
 from tests.slow import mostly_slow
 
-PARALLEL = of("data_parallel")
-DILOCO = of("diloco", sync_interval=4, **OUTER)
-AVERAGING = of("diloco", sync_interval=4, outer_lr=1.0, outer_momentum=0.0)
+PARALLEL = case("data_parallel")
+DILOCO = case("diloco", sync_interval=4, **OUTER)
+AVERAGING = case("diloco", sync_interval=4, outer_lr=1.0, outer_momentum=0.0)
 FRAGMENTS = {"sync_interval": 4, "num_fragments": 2, **OUTER}
-STREAMING = of("streaming_diloco", delay_steps=1, **FRAGMENTS)
+STREAMING = case("streaming_diloco", delay_steps=1, **FRAGMENTS)
 DECOUPLED = {**FRAGMENTS, "fragment_strategy": "strided"}
 LOSCAR = {"sync_interval": 4, "delay_steps": 3}
 ALONE = {"sync_interval": 4, **OUTER}
 SPARSE = {"sync_interval": 4, "compress": "ef:0.9+topk:1"}
 SPARSER = {"sync_interval": 4, "compress": "ef:0.9+topk:0.3+stat2"}
 ASYNC = {"sync_interval": 3, "outer_lr": 0.3}
-RING = of("lt_admm", sync_interval=2, admm_penalty=0.5, graph="ring")
+RING = case("lt_admm", sync_interval=2, admm_penalty=0.5, graph="ring")
 UNEQUAL = Regions((1.0, 1.5, 1.0, 2.0), (1,) * 4)
 
 # A method, a simpler one that it must equal, and the number of regions.
 LIMITS = {
     # --- One region: nothing is stale ---
-    "snoo": (of("snoo", **ALONE), DILOCO, 1),
+    "snoo": (case("snoo", **ALONE), DILOCO, 1),
     "gpa that averages nothing": (
-        of("gpa", eval_interpolation=0.0), of("apart"), 1
+        case("gpa", eval_interpolation=0.0), case("apart"), 1
     ),
-    "eager": (of("eager", **ALONE), DILOCO, 1),
-    "diloco_demo": (of("diloco_demo", compress="none", **ALONE), DILOCO, 1),
+    "eager": (case("eager", **ALONE), DILOCO, 1),
+    "diloco_demo": (case("diloco_demo", compress="none", **ALONE), DILOCO, 1),
     "delayed_nesterov": (
-        of("delayed_nesterov", arrivals_per_momentum=1, **ALONE), DILOCO, 1
+        case("delayed_nesterov", arrivals_per_momentum=1, **ALONE), DILOCO, 1
     ),
     "lengths and directions": (
-        of("decoupled_diloco", delay_steps=1, **DECOUPLED), STREAMING, 1
+        case("decoupled_diloco", delay_steps=1, **DECOUPLED), STREAMING, 1
     ),
     "senders, alone": (
-        of("sparseloco", sparse_mean="senders", **SPARSER),
-        of("sparseloco", sparse_mean="all", **SPARSER), 1,
+        case("sparseloco", sparse_mean="senders", **SPARSER),
+        case("sparseloco", sparse_mean="all", **SPARSER), 1,
     ),
     # --- One at a time ---
     "heloco that keeps what comes": (
-        of("heloco", keep_cosine=-1.0, outer_momentum=0.8, **ASYNC),
-        of("mla", outer_momentum=0.8, **ASYNC), UNEQUAL,
+        case("heloco", keep_cosine=-1.0, outer_momentum=0.8, **ASYNC),
+        case("mla", outer_momentum=0.8, **ASYNC), UNEQUAL,
     ),
     "look-ahead without momentum": (
-        of("mla", outer_momentum=0.0, **ASYNC),
-        of("delayed_nesterov", arrivals_per_momentum=1, outer_momentum=0.0, **ASYNC),
+        case("mla", outer_momentum=0.0, **ASYNC),
+        case("delayed_nesterov", arrivals_per_momentum=1, outer_momentum=0.0, **ASYNC),
         UNEQUAL,
     ),
     # --- No compression, or everything sent by other means ---
     "sparseloco, nothing left out": (
-        of("sparseloco", sync_interval=4, outer_lr=1.0, compress="none"), AVERAGING, 4
+        case("sparseloco", sync_interval=4, outer_lr=1.0, compress="none"), AVERAGING, 4
     ),
     "senders of everything": (
-        of("sparseloco", sparse_mean="senders", **SPARSE),
-        of("sparseloco", sparse_mean="all", **SPARSE), 4,
+        case("sparseloco", sparse_mean="senders", **SPARSE),
+        case("sparseloco", sparse_mean="all", **SPARSE), 4,
     ),
     "diloco, compressed with nothing": (
-        of("diloco", compress="none", **ALONE), DILOCO, 4
+        case("diloco", compress="none", **ALONE), DILOCO, 4
     ),
     "gradients, compressed with nothing": (
-        of("data_parallel", compress="none"), PARALLEL, 4
+        case("data_parallel", compress="none"), PARALLEL, 4
     ),
     "gradients, all values": (
-        of("data_parallel", compress="threshold(1.0, every=1)"), PARALLEL, 4
+        case("data_parallel", compress="threshold(1.0, every=1)"), PARALLEL, 4
     ),
     "gradients, all coefficients": (
-        of("data_parallel", compress="ef:0.9+dct:16"), PARALLEL, 4
+        case("data_parallel", compress="ef:0.9+dct:16"), PARALLEL, 4
     ),
     # --- No delay ---
     "one fragment, no delay, replaced": (
-        of("streaming_diloco", sync_interval=4, num_fragments=1, delay_steps=0,
+        case("streaming_diloco", sync_interval=4, num_fragments=1, delay_steps=0,
            mixing_alpha=0.0, **OUTER), DILOCO, 4,
     ),
     "cocodc, one fragment, no delay": (
-        of("cocodc", sync_interval=4, num_fragments=1, delay_steps=0,
+        case("cocodc", sync_interval=4, num_fragments=1, delay_steps=0,
            syncs_per_interval=1, **OUTER), DILOCO, 4,
     ),
     "diloco every step": (
-        of("diloco", sync_interval=1, outer_lr=1.0, outer_momentum=0.0), PARALLEL, 4
+        case("diloco", sync_interval=1, outer_lr=1.0, outer_momentum=0.0), PARALLEL, 4
     ),
     "decoupled, nobody asked": (
-        of("decoupled_diloco", averaging="mean", delay_steps=1, **DECOUPLED),
+        case("decoupled_diloco", averaging="mean", delay_steps=1, **DECOUPLED),
         STREAMING, 4,
     ),
     "decoupled, nobody late": (
-        of("decoupled_diloco", averaging="mean", answer_steps="1,0,1,1", quorum=4,
+        case("decoupled_diloco", averaging="mean", answer_steps="1,0,1,1", quorum=4,
            **DECOUPLED), STREAMING, 4,
     ),
     "loscar of every coordinate": (
-        of("loscar", mask_density=1.0, **LOSCAR),
-        of("streaming_diloco", merge_rule="replay", num_fragments=1, outer_lr=1.0,
+        case("loscar", mask_density=1.0, **LOSCAR),
+        case("streaming_diloco", merge_rule="replay", num_fragments=1, outer_lr=1.0,
            outer_momentum=0.0, **LOSCAR), 4,
     ),
     "sparse averages of everything, at once": (
-        of("async_sparta", sync_interval=4, mask_density=1.0, is_delayed=False),
+        case("async_sparta", sync_interval=4, mask_density=1.0, is_delayed=False),
         AVERAGING, 4,
     ),
     "the replay without delay": (
-        of("streaming_diloco", merge_rule="replay", delay_steps=0, **FRAGMENTS),
-        of("streaming_diloco", mixing_alpha=0.0, delay_steps=0, **FRAGMENTS), 4,
+        case("streaming_diloco", merge_rule="replay", delay_steps=0, **FRAGMENTS),
+        case("streaming_diloco", mixing_alpha=0.0, delay_steps=0, **FRAGMENTS), 4,
     ),
     "moments that are never averaged": (
-        of("des_loc", sync_interval=4, sync_moments="0,0"), AVERAGING, 4
+        case("des_loc", sync_interval=4, sync_moments="0,0"), AVERAGING, 4
     ),
     # --- Everyone ---
     "a ring of three is complete": (
-        RING, of("lt_admm", sync_interval=2, admm_penalty=0.5, graph="complete"), 3,
+        RING, case("lt_admm", sync_interval=2, admm_penalty=0.5, graph="complete"), 3,
     ),
     "equal regions weigh the same": (
-        of("diloco", region_weights="tokens", **ALONE), DILOCO, 4
+        case("diloco", region_weights="tokens", **ALONE), DILOCO, 4
     ),
 }  # fmt: skip
 
@@ -155,8 +155,8 @@ def test_with_one_region_a_method_is_its_optimizer():
     """No gradient is exactly zero: Lion does not move by zero, one bit always moves."""
     lion = optax.lion(LR, 0.9, 0.99, weight_decay=0.0)
     parallel = train(methods.get("data_parallel"), regions=1, optimizer=lion)
-    assert_within_ulps(trained(of("distributed_lion"), 1), parallel)
-    assert_within_ulps(trained(of("lt_admm"), 1)[0], trained(of("apart"), 1)[0])
+    assert_within_ulps(trained(case("distributed_lion"), 1), parallel)
+    assert_within_ulps(trained(case("lt_admm"), 1)[0], trained(case("apart"), 1)[0])
 
 
 def test_gpa_with_equal_interpolations_is_nesterov():
@@ -169,18 +169,18 @@ def test_gpa_with_equal_interpolations_is_nesterov():
     wanted, _ = train(methods.get("apart"), regions=1, optimizer=nesterov)
     assert_within_ulps(local, wanted)
 
-    outer = of("snoo", sync_interval=1, outer_lr=1 - mu, outer_momentum=mu)
+    outer = case("snoo", sync_interval=1, outer_lr=1 - mu, outer_momentum=mu)
     assert_within_ulps(local, trained(outer, 1)[0])
 
 
 def test_before_its_first_sync_diloco_trains_regions_apart():
-    local, _ = trained(of("diloco", sync_interval=13))
-    apart, _ = trained(of("apart"))
+    local, _ = trained(case("diloco", sync_interval=13))
+    apart, _ = trained(case("apart"))
     assert_within_ulps(local, apart)
 
 
 def test_demo_of_everything_is_the_sign_of_the_mean_gradient():
-    _, outer = trained(of("demo", momentum_decay=0.0, compress="dct:16"))
+    _, outer = trained(case("demo", momentum_decay=0.0, compress="dct:16"))
     x = join(PARAMS).astype(float)
     for targets in TARGETS:
         x = x - LR * np.sign(quadratic.HESSIAN @ (x - targets.mean(0)))

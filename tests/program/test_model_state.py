@@ -31,7 +31,7 @@ def make(method, average=True, loss=loss_fn, init=INIT, **options):
     return cc.RegionProgram(loss, optax.sgd(0.1), method, PARAMS, **options)
 
 
-def begun(program):
+def start(program):
     return program.init(PARAMS, KEY)
 
 
@@ -77,8 +77,8 @@ def test_a_model_state_is_averaged_when_parameters_are(method, average, averaged
     plain = cc.RegionProgram(
         lambda p, b, key: (jnp.sum(p["w"] ** 2), {}), optax.sgd(0.1), method, PARAMS, 4
     )
-    state, output = finish(program, begun(program), 6)
-    without, _ = finish(plain, begun(plain), 6)
+    state, output = finish(program, start(program), 6)
+    without, _ = finish(plain, start(plain), 6)
     expected = running_means(averaged_at)
     model_state = state.region.model_state
 
@@ -105,7 +105,7 @@ def test_a_state_that_is_not_finite_is_left_out_where_a_message_would_be():
 
     ends = []
     for run, read in ((program, batches), (program, BATCHES), (plain, BATCHES)):
-        ends.append(finish(run, begun(run), 5, read)[0])
+        ends.append(finish(run, start(run), 5, read)[0])
 
     bad, good, without = (np.asarray(x.region.model_state["mean"]) for x in ends)
     means = running_means(set(), 5)
@@ -126,7 +126,7 @@ def test_if_no_state_is_finite_each_region_keeps_its_own():
 
     init = {"low": jnp.full((), jnp.inf), "never": jnp.full((), jnp.inf)}
     program = make(STREAMING.guarded(10.0, None), loss=endless, init=init)
-    state, _ = finish(program, begun(program), 5)
+    state, _ = finish(program, start(program), 5)
     low = BATCHES[:5].min((0, 2, 3)) + 9
     np.testing.assert_allclose(state.region.model_state["low"], low, rtol=1e-6)
     assert np.isinf(state.region.model_state["never"]).all()
@@ -135,7 +135,7 @@ def test_if_no_state_is_finite_each_region_keeps_its_own():
 def test_a_region_that_has_no_step_to_do_keeps_its_own():
     regions = cc.Regions((1.0, 2.0), (1, 1))
     program = make(cc.methods.get("diloco", sync_interval=9), regions=regions)
-    state, _ = program.advance(begun(program), BATCHES[:4, :2])
+    state, _ = program.advance(start(program), BATCHES[:4, :2])
     assert state.region.model_state["count"].tolist() == [4, 2]
 
 
@@ -168,7 +168,7 @@ def test_merges_see_the_state_of_the_region(curvature):
             model_state=model_state,
             user_inputs=cc.UserInputs(0.1, moment, (model_fn, of_outputs)),
         )
-        state, output = finish(program, begun(program), 6)
+        state, output = finish(program, start(program), 6)
         assert (output.syncs[0].metrics["correction_ratio"] > 0).all()
         return state.region.params["w"]
 
@@ -183,7 +183,7 @@ def test_merges_see_the_state_of_the_region(curvature):
 
 def test_a_model_state_is_restored_bit_for_bit(tmp_path):
     program = make(STREAMING)
-    state, _ = finish(program, begun(program), 4)
+    state, _ = finish(program, start(program), 4)
     assert state.sync.in_flight
     state, restored = saved_and_restored(program, state, tmp_path)
     assert_same(*(finish(program, s, 4)[0].region for s in (state, restored)))
@@ -191,7 +191,7 @@ def test_a_model_state_is_restored_bit_for_bit(tmp_path):
 
 def test_an_evaluation_gets_the_model_state():
     program = make(cc.methods.get("diloco", sync_interval=4))
-    state, _ = finish(program, begun(program), 4)
+    state, _ = finish(program, start(program), 4)
 
     evaluate = make_evaluate(
         lambda p, s, batch, key: (jnp.sum(s["mean"] * batch), {}),
@@ -208,7 +208,7 @@ def test_a_model_state_is_replicated_inside_a_region():
     mesh = cc.make_mesh(2, data=2, devices=jax.devices()[:4])
     program = make(cc.methods.get("data_parallel"), mesh=mesh)
     batches = np.concatenate([BATCHES, BATCHES[:, :, :1]], 2)  # Even over `data`.
-    state, _ = program.advance(begun(program), batches[:2])
+    state, _ = program.advance(start(program), batches[:2])
     mean = np.zeros(2)
     for batch in batches[:2]:
         mean = (mean + batch.mean((0, 1))) / 2
@@ -234,7 +234,7 @@ def test_invalid_results_of_a_loss_are_refused(returned, message):
         cc.methods.get("diloco"), loss=lambda p, s, b, k: (p["w"].sum(), returned(s))
     )
     with pytest.raises(ValueError, match=message):
-        finish(program, begun(program), 1)
+        finish(program, start(program), 1)
 
 
 @pytest.mark.parametrize(

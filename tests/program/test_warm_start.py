@@ -33,7 +33,7 @@ def loss_fn(params, batch, key):
 FRAGMENTS = {"sync_interval": 6, "num_fragments": 2, "delay_steps": 2}
 
 
-def make_anew(name, regions=4, optimizer=SGD, mesh=None, **options):
+def make_program(name, regions=4, optimizer=SGD, mesh=None, **options):
     method = cc.methods.get(name, **options)
     user_inputs = cc.UserInputs(0.1, cc.adam_second_moment(0.999))
     return cc.RegionProgram(
@@ -42,7 +42,7 @@ def make_anew(name, regions=4, optimizer=SGD, mesh=None, **options):
 
 
 # One program for all tests that want the same: it holds only compiled code.
-make = functools.cache(make_anew)
+make = functools.cache(make_program)
 
 
 def streaming(**options):
@@ -97,7 +97,7 @@ def test_a_state_is_a_pytree_of_its_arrays():
     ],
 )
 def test_the_same_program_goes_on_bit_for_bit(name, options):
-    one, other = (make_anew(name, **options) for _ in range(2))
+    one, other = (make_program(name, **options) for _ in range(2))
     expected = host(finish(one, start(one), 12))
     state, kept, lost = adopted(other, one, 5)
     assert not lost
@@ -170,7 +170,7 @@ def test_another_mesh_loses_nothing():
 
 
 def test_a_program_that_is_used_no_more_is_freed():
-    program = make_anew("streaming_diloco", **FRAGMENTS)
+    program = make_program("streaming_diloco", **FRAGMENTS)
     state = finish(program, start(program), 9)
     executor = weakref.ref(program._syncs)
     del program, state

@@ -121,12 +121,12 @@ def test_copies_are_seen_in_the_traced_init(optimizer, paths):
 @pytest.mark.parametrize("form", ["program", "synchronized"])
 def test_a_copy_without_a_rule_is_refused(form):
     with pytest.raises(ValueError, match=r"parameters at 'anchor/b'.*UserInputs\(on_m"):
-        made(form, anchored())
-    made(form, anchored(), cc.UserInputs(on_merge=lambda state, old, new: state))
-    made(form, anchored(), method="apart")
+        make(form, anchored())
+    make(form, anchored(), cc.UserInputs(on_merge=lambda state, old, new: state))
+    make(form, anchored(), method="apart")
 
 
-def made(form, optimizer, user_inputs=None, method="diloco"):
+def make(form, optimizer, user_inputs=None, method="diloco"):
     user_inputs = user_inputs or cc.UserInputs()
     if form == "program":
         loss = lambda params, batch, key: (jnp.sum(params["w"]), {})  # noqa: E731
@@ -140,7 +140,7 @@ def made(form, optimizer, user_inputs=None, method="diloco"):
 def test_a_copy_of_another_structure_is_refused_by_name():
     optimizer = optax.masked(optax.flatten(FREE), {"w": False, "b": True})
     with pytest.raises(ValueError, match="ScheduleFreeState.z is a copy of the param"):
-        made("synchronized", optimizer)
+        make("synchronized", optimizer)
 
 
 # Optax 0.2.6 has no monitor.
@@ -170,7 +170,7 @@ if hasattr(optax, "monitor"):
 @pytest.mark.parametrize("method", ["diloco", "apart"])
 def test_arguments_that_a_program_does_not_pass_are_named(method, optimizer, message):
     with pytest.raises(ValueError, match=message):
-        made("program", optimizer, method=method)
+        make("program", optimizer, method=method)
 
 
 # --- Random state ---
@@ -217,5 +217,5 @@ def test_a_warning_names_a_leaf_that_may_be_a_raw_key():
 
     optimizer = optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
     with pytest.warns(UserWarning, match=r"uint32\[2\] at '\[0\]'.*jax.random.key"):
-        made("synchronized", optimizer)
-    made("synchronized", optimizer, method="data_parallel")  # Is equal there anyway.
+        make("synchronized", optimizer)
+    make("synchronized", optimizer, method="data_parallel")  # Is equal there anyway.

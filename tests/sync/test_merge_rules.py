@@ -45,7 +45,7 @@ def close(actual, expected):
     assert_all_close(actual, expected, rtol=3e-6, atol=3e-6)
 
 
-def taken(x, s, o, nu):
+def replaced(x, s, o, nu):
     return o
 
 
@@ -64,11 +64,11 @@ OF_ADAM = curvatures.get("adam_second_moment")
 HALVED = optax.chain(delay_compensation("isotropic", 0.5), optax.scale(0.5))
 # A rule, the delay, and the merge of local x, staged s and outer o with Adam's nu.
 RULES = {
-    "replace": (merge.replace(), 3, taken),
-    "mix, nothing kept": (merge.mix(0.0), 3, taken),
+    "replace": (merge.replace(), 3, replaced),
+    "mix, nothing kept": (merge.mix(0.0), 3, replaced),
     "mix": (merge.mix(0.3), 3, lambda x, s, o, nu: 0.3 * x + 0.7 * o),
     "mix, all kept": (merge.mix(1.0), 3, lambda x, s, o, nu: x),
-    "no delay": (merge.compensate(delay_compensation("outer_product", 9)), 0, taken),
+    "no delay": (merge.compensate(delay_compensation("outer_product", 9)), 0, replaced),
     "no curvature": (merge.compensate(delay_compensation("none")), 5, replayed),
     "no ratio": (merge.compensate(optax.identity()), 2, replayed),
     "outer product": (merge.compensate(PUBLISHED), 3, outer_product),
@@ -93,7 +93,7 @@ def test_each_rule_equals_its_formula(parts, moment, name):
     merged, metrics = apply(rule, *parts, delay, **extra)
 
     close(merged, jax.tree.map(formula, *parts, moment))
-    if formula is taken:
+    if formula is replaced:
         jax.tree.map(np.testing.assert_array_equal, merged, parts[-1])
 
     assert metrics.keys() == ({"correction_ratio"} if name in HAVE_A_RATIO else set())

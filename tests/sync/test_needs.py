@@ -11,7 +11,7 @@ from cocodc_jax.sync.needs import HALFWAY, NEEDS, STAGED, STALE, Need, UserInput
 from cocodc_jax.transforms import curvature
 
 
-def seen(**parts):
+def make_seen(**parts):
     """One region with one parameter, theta^2 times the batch as its loss."""
     defaults = {
         "local": {"w": jnp.array([1.0])},
@@ -106,12 +106,12 @@ def test_needs_give_the_copies_batches_and_keys_of_the_runtime(of, copies, batch
 
 
 def test_staged_parameters_are_no_extra_argument():
-    assert needs.arguments({"staged"}, seen()) == {}
+    assert needs.arguments({"staged"}, make_seen()) == {}
 
 
 def test_arguments_of_a_merge_by_hand():
     of = {"learning_rate", "second_moment", "key", "later_params"}
-    values = needs.arguments(of, seen())
+    values = needs.arguments(of, make_seen())
     assert set(values) == of
     assert values["learning_rate"] == 0.5
     assert values["second_moment"]["w"] == 0.25
@@ -121,7 +121,7 @@ def test_arguments_of_a_merge_by_hand():
 
 def test_needs_give_the_loss_as_functions_of_a_fragment():
     """3 theta^2 has the gradient 6 theta; the model is 3 theta."""
-    values = needs.arguments({"gradient_fn", "model_fn", "output_loss_fn"}, seen())
+    values = needs.arguments({"gradient_fn", "model_fn", "output_loss_fn"}, make_seen())
     part = {"w": jnp.array([2.0])}
     close(values["gradient_fn"](part)["w"], [12.0])
     close(values["model_fn"](part), [6.0])
@@ -130,7 +130,7 @@ def test_needs_give_the_loss_as_functions_of_a_fragment():
 
 def test_the_gradients_of_two_halves_of_an_overlap_by_hand():
     """In numbers: one tensor moves by 6 in 2 steps, then by 3 in 3 steps."""
-    values = needs.arguments({"later_gradient", "later_params"}, seen())
+    values = needs.arguments({"later_gradient", "later_params"}, make_seen())
     # 9 / 5 overall, plus the change from 6 / 2 to 3 / 3.
     close(values["later_gradient"]["w"], [1.8 + 1.0 - 3.0])
     assert values["later_params"]["w"] == 4.0

@@ -14,7 +14,7 @@ from cocodc_jax.sync.regions import Regions
 TENTHS = st.lists(st.integers(10, 70), min_size=1, max_size=5).map(lambda x: [10, *x])
 
 
-def made(tenths):
+def regions_of(tenths):
     return Regions(tuple(k / 10 for k in tenths), (1,) * len(tenths))
 
 
@@ -42,12 +42,12 @@ def test_equal_regions_take_part_in_every_step():
 @given(TENTHS, st.integers(0, 3000))
 def test_steps_are_whole_quotients(tenths, tick):
     exact = [math.floor(Fraction(10 * tick, k)) for k in tenths]
-    assert made(tenths).steps_done(tick).tolist() == exact
+    assert regions_of(tenths).steps_done(tick).tolist() == exact
 
 
 @given(TENTHS, st.integers(0, 500), st.integers(1, 40), st.integers(0, 40))
 def test_active_ticks_add_up_to_the_steps_done(tenths, tick, num_ticks, more):
-    regions = made(tenths)
+    regions = regions_of(tenths)
     active = regions.participating(tick, num_ticks + more)
     done = regions.steps_done(tick + num_ticks + more) - regions.steps_done(tick)
     np.testing.assert_array_equal(active.sum(0), done)
@@ -74,7 +74,7 @@ def test_weights_by_tokens():
 
 @given(TENTHS, st.integers(0, 60), st.integers(0, 60), st.data())
 def test_weights_are_a_mean(tenths, tick, ticks, data):
-    regions = made(tenths)
+    regions = regions_of(tenths)
     part = data.draw(st.sets(st.integers(0, regions.num - 1), min_size=1))
     counted = tuple(sorted(part))
 

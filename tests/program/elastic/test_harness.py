@@ -100,7 +100,7 @@ def make(request, tmp_path):
         yield regions
 
 
-def ends(process):
+def wait_for_end(process):
     _, err = process.communicate(timeout=40)
     return process.returncode, err
 
@@ -149,7 +149,7 @@ def test_a_region_that_wakes_does_not_merge_alone(make):
 
 def assert_newer_goes_on(regions, newer, older):
     """Check that the older life ends with a reason, and the newer one goes on."""
-    code, err = ends(older)
+    code, err = wait_for_end(older)
 
     assert code == 2
     assert "was started again elsewhere, and its newer life takes part" in err

@@ -620,7 +620,7 @@ def part(world, last, stays):
     return {frozenset(log[0, last]) for log in logs.values()}
 
 
-def parted(seed, num, stays):
+def means_after_leaving(seed, num, stays):
     world = settled(num, seed)
     return part(world, max(world.steps.values()) + 1, stays)
 
@@ -629,11 +629,11 @@ def parted(seed, num, stays):
 @settings(max_examples=60, deadline=None)
 @example(AT_ONCE, 3)
 def test_a_region_that_stays_until_it_is_not_needed_loses_no_decision(seed, num):
-    assert parted(seed, num, stays=True) == {frozenset(range(num))}
+    assert means_after_leaving(seed, num, stays=True) == {frozenset(range(num))}
 
 
 def test_a_region_that_leaves_at_once_may_lose_a_decision():
-    assert len(parted(AT_ONCE, 3, stays=False)) > 1
+    assert len(means_after_leaving(AT_ONCE, 3, stays=False)) > 1
 
 
 @pytest.mark.parametrize("straggler", [0, 2])

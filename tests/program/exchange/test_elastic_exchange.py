@@ -153,7 +153,7 @@ def test_every_region_excludes_the_same_bad_messages(tiny, name, options):
     assert "exclude_above" not in options or [0, 2, 0, 0] in verdicts
 
 
-class Told:
+class DecidedLink:
     """A stand-in for a link: the test decides the means and when they arrive."""
 
     def __init__(self):
@@ -180,7 +180,7 @@ class Told:
 def of_one_job(tiny, method, **options):
     place = places(2, **options)[0]
     program = make_program(tiny, method, Transport("elastic", place=place), 2)
-    program.exchange.link = Told()
+    program.exchange.link = DecidedLink()
     batches = itertools.islice(own_batches(tiny, 0), 8)
     return program, tiny.start(program), jax.tree.map(lambda *x: np.stack(x), *batches)
 
@@ -286,7 +286,7 @@ def test_methods_that_cannot_run_as_elastic_regions_are_refused_by_name(name, wh
     assert {proposed.resolve(method, num) for num in (1, 4)} <= {"program", "outer"}
 
 
-def own(name, options, **place):
+def exchange_of(name, options, **place):
     """Return the exchange of one of four regions."""
     transport = Transport("elastic", place=places(4, **place)[0])
     return transport.own(Regions.alike(4), methods.get(name, **options))
@@ -310,7 +310,7 @@ def test_methods_that_follow_all_regions_or_the_delay_are_refused(
     name, options, place, why
 ):
     with pytest.raises(ValueError, match=why):
-        own(name, options, **place)
+        exchange_of(name, options, **place)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_fewer_syncs_behind_than_are_in_flight_are_refused(options, late_mean, l
 
     def behind(most):
         timing = Timing(max_behind=most)
-        return own(
+        return exchange_of(
             "streaming_diloco",
             {"sync_interval": 8} | options,
             late_mean=late_mean,
@@ -341,7 +341,7 @@ def test_fewer_syncs_behind_than_are_in_flight_are_refused(options, late_mean, l
 
 
 def test_a_merge_that_looks_halfway_is_allowed_with_a_fixed_delay():
-    own("cocodc", SHORT | {"curvature": "secant"})
+    exchange_of("cocodc", SHORT | {"curvature": "secant"})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.sync.schedules import walks
 TENTHS = st.lists(st.integers(10, 45), min_size=1, max_size=4).map(lambda x: [10, *x])
 
 
-def made(step_times, sync_interval, is_dynamic=True):
+def make(step_times, sync_interval, is_dynamic=True):
     regions = Regions(tuple(step_times), (1,) * len(step_times))
     return asynchronous(sync_interval, is_dynamic).bind(regions)
 
@@ -40,7 +40,7 @@ def ticks_of(came, region):
 
 def test_steps_of_regions_of_unequal_speed_by_hand():
     """Step times 1, 2 and 1.5, H = 4: after 4 steps, 2 steps of 2, 2 steps of 1.5."""
-    schedule = made([1.0, 2.0, 1.5], 4)
+    schedule = make([1.0, 2.0, 1.5], 4)
     assert [schedule.local_steps(m) for m in range(3)] == [4, 2, 2]
     _, came = walk(schedule, schedule.init(), 12)
     assert came == [
@@ -54,20 +54,20 @@ def test_steps_of_regions_of_unequal_speed_by_hand():
 
 
 def test_regions_that_are_not_dynamic_take_equally_many_steps():
-    schedule = made([1.0, 2.0, 1.5], 4, is_dynamic=False)
+    schedule = make([1.0, 2.0, 1.5], 4, is_dynamic=False)
     _, came = walk(schedule, schedule.init(), 12)
     assert came == [(4, [0]), (6, [2]), (8, [0, 1]), (12, [0, 2])]
 
 
 def test_a_step_that_ends_between_two_ticks_counts_at_the_later():
     """2.5 ticks a step, one step between two arrivals: 2.5, 5, 7.5 and 10."""
-    schedule = made([1.0, 2.5], 2)
+    schedule = make([1.0, 2.5], 2)
     _, came = walk(schedule, schedule.init(), 10)
     assert ticks_of(came, 1) == [3, 5, 8, 10]
 
 
 def test_an_event_names_the_region():
-    schedule = made([1.0, 1.0], 3)
+    schedule = make([1.0, 1.0], 3)
     (_, state, events), (_, _, later) = walks.walk(schedule, schedule.init(), 6)
     assert events == [
         Event(kind, 0, 3, 0, (region,)) for region in (0, 1) for kind in (START, FINISH)
@@ -79,7 +79,7 @@ def test_an_event_names_the_region():
 
 @given(TENTHS, st.integers(1, 9), st.booleans())
 def test_each_region_keeps_its_own_time(tenths, interval, is_dynamic):
-    schedule = made([k / 10 for k in tenths], interval, is_dynamic)
+    schedule = make([k / 10 for k in tenths], interval, is_dynamic)
     regions = Regions(schedule.step_times, (1,) * len(tenths))
     start = schedule.init()
     _, came = walk(schedule, start, 60)
