@@ -435,8 +435,8 @@ def test_a_job_that_starts_during_a_stop_is_stopped_too(elastic, tmp_path, monke
     start = children.Region.start
 
     def started(region):
-        if not (tmp_path / "told").exists():
-            (tmp_path / "told").touch()
+        if not (tmp_path / "stopped").exists():
+            (tmp_path / "stopped").touch()
             os.kill(os.getpid(), signal.SIGTERM)  # Before the job handles signals.
         start(region)
 

@@ -167,12 +167,12 @@ def interrupt_at_first_record(path, monkeypatch, *numbers):
     numbers = list(numbers)
     write = MetricsWriter.write
 
-    def write_and_be_told(self, *args, **kwargs):
+    def write_and_stop(self, *args, **kwargs):
         while numbers and not path.stat().st_size:
             signal.raise_signal(numbers.pop())
         return write(self, *args, **kwargs)
 
-    monkeypatch.setattr(MetricsWriter, "write", write_and_be_told)
+    monkeypatch.setattr(MetricsWriter, "write", write_and_stop)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

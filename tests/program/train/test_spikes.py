@@ -112,7 +112,7 @@ def run(program, folder, spikes, skipped=0):
 
 
 def test_a_spike_is_recorded_and_changes_no_number(program, tmp_path):
-    watched, records = run(program, tmp_path / "told", SpikeWatch(10.0))
+    watched, records = run(program, tmp_path / "watched", SpikeWatch(10.0))
     plain, without = run(program, tmp_path / "plain", SpikeWatch())
     spikes = [r for r in records if r["kind"] == "spike"]
     assert [(r["region"], r["step"]) for r in spikes] == [(0, 35), (1, 35)]
