@@ -16,12 +16,7 @@ DOCUMENTS += subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
 # Packages, and programs with their modules.
 PACKAGES = sorted(path.parent for path in (ROOT / "cocodc_jax").glob("[a-z]*/*.py"))
 PACKAGES = [*dict.fromkeys(PACKAGES), ROOT / "experiments"]
-# Tests that are rewritten so far.
-TESTS = [
-    path
-    for path in sorted((ROOT / "tests").rglob("*.py"))
-    if path.parent.name not in ("experiments", "methods")
-]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # What to write in place of each.
 WORDS = {

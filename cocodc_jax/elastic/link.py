@@ -143,7 +143,7 @@ class Link:
         self._member = Member(place, boot, step, time.monotonic(), is_new)
         self._member.is_announced = is_announced
 
-        self._lock = threading.Condition()  # Told of every turn of the thread.
+        self._lock = threading.Condition()  # Notified at every turn of the thread.
         self._futures: dict[m.SyncId, Future] = {}
         self._snapshots: dict[m.Life, m.Snapshot] = {}  # By sender: parts may differ.
         self._outlived: list[Any] = []  # Ways back to lives that a newer one replaced.

@@ -172,7 +172,7 @@ QUICK = (*ALONE, "eager", "des_loc", "noloco", "dct_threshold")  # A kind each.
     "name",
     [*mostly_slow(cc.methods.METHODS, quick=QUICK), "cocodc+secant"],
 )
-def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
+def test_numbers_of_every_method_are_inputs_unless_it_trains_alone(name):
     """Traced only: what needs a number's value, or an axis of trials, would fail."""
     name, _, curvature = name.partition("+")
     more = {"curvature": curvature} if curvature else {}
@@ -220,7 +220,7 @@ def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
         ({"exclude_above": 3.0}, "robust_mean have the host restore regions"),
     ],
 )
-def test_what_is_trained_alone_is_said(leaves, why):
+def test_the_reason_to_train_a_row_alone_is_named(leaves, why):
     run_config = (
         config("cocodc") if "method" not in leaves else config(leaves["method"])
     )
@@ -285,7 +285,7 @@ def test_trials_stop_when_asked():
         (["--batch_trials=2", "--keep_runs"], "--keep_runs=True keeps folders"),
     ],
 )
-def test_wrong_flags(words, message, refused, tmp_path):
+def test_wrong_flags_are_refused_in_a_line(words, message, refused, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text('[base]\npreset = "smoke"\n[groups.a]\nmethod = "diloco"\n')
     words = [f"--grid={path}", f"--workdir={tmp_path / 'out'}", *words]
@@ -296,7 +296,7 @@ def test_wrong_flags(words, message, refused, tmp_path):
 NEAR = ("loss", "loss_outer", "perplexity", "region_drift", "curve", "curve_outer")
 
 
-def test_rows_are_those_that_are_trained_alone(call, corpus, tmp_path):
+def test_rows_equal_those_that_are_trained_alone(call, corpus, tmp_path):
     """The same command both ways; losses to 1e-4, as XLA orders sums otherwise."""
     (dataset, data_dir) = (flag.partition("=")[2] for flag in corpus)
     path = tmp_path / "grid.toml"

@@ -123,7 +123,9 @@ def test_a_gain_is_measured_seed_by_seed(results, written):
     assert row.verdict == verdicts.NOT
 
 
-def test_losses_of_the_outer_parameters_count_where_a_claim_says_so(results, written):
+def test_losses_of_the_outer_parameters_count_if_a_claim_asks_for_them(
+    results, written
+):
     path = results.folder / "grid.json"
     cells = json.loads(path.read_text())
     cells["cells"][0]["columns"]["tuned"]["curves_outer"] = [[2.25, 1.75]] * 3
@@ -181,7 +183,7 @@ def test_a_file_without_curves_of_seeds_has_the_interval_of_its_losses(results):
     assert steps.half == pytest.approx(50 * loss.half)
 
 
-def test_what_is_simulated_by_hand():
+def test_simulated_measures_by_hand():
     """A message of 0.32 s after 16 steps of 0.02 s; an all-reduce of 0.32 s a step."""
     network = {"parameters": 1e6, "sync_interval": 16, "step_s": 0.02, "gbps": 0.1}
     of = measures.MEASURES
@@ -349,14 +351,14 @@ def test_measures_of_a_run_have_their_figures(part, run, mean, results, written)
         ),
     ],
 )
-def test_results_without_what_is_measured_are_refused(part, message, results, written):
+def test_results_without_a_measured_value_are_refused(part, message, results, written):
     (results.folder / "run.json").write_text(json.dumps(RUN_OF_NETWORKS))
     text = f'{RUN}{part}\nresults = "run.json"\nat_most = 1'
     with pytest.raises(ValueError, match=message):
         table.check(claim.read(written(text=text)), results)
 
 
-def test_a_claim_that_cannot_be_tried_says_why(written):
+def test_a_claim_that_is_not_tried_has_a_reason(written):
     text = GOOD.partition("setting")[0]
     with pytest.raises(
         ValueError, match=r"why is missing \(a claim without parts says"
@@ -377,7 +379,7 @@ def test_a_claim_that_cannot_be_tried_says_why(written):
         (["--only=kills", "--results=nowhere"], "'chaos_members.json' is missing"),
     ],
 )
-def test_flags_that_are_refused(words, message, capsys):
+def test_wrong_flags_are_refused_in_a_line(words, message, capsys):
     with pytest.raises(SystemExit) as end:
         claims.main(["claims", *words])
     assert end.value.code == flags.USAGE_ERROR
@@ -389,7 +391,7 @@ def test_flags_that_are_refused(words, message, capsys):
 def test_a_claim_is_run_again_and_its_result_checked(
     results, written, tmp_path, monkeypatch, capsys
 ):
-    """The commands get the folder, and the file that they write is what is checked."""
+    """The commands get the folder, and the file that they write is checked."""
     path = written(("at_least = 20.0", "at_least = 60.0"))
     monkeypatch.setattr(claim, "FOLDER", path.parent)
     monkeypatch.setattr(claim.read_all, "__defaults__", (path.parent,))

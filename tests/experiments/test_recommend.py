@@ -89,25 +89,25 @@ def test_each_network_has_one_command_that_train_can_run(read, network, expected
         assert (choice.delay_steps, choice.flags.get("compress")) == expected
 
 
-def test_what_was_measured_is_not_called_extrapolated():
+def test_measured_settings_are_not_called_extrapolated():
     near = recommended((838_784, 4, 1, 50, 0.25)).explain()
     assert "Extrapolated" not in near
 
 
-def test_what_was_not_measured_is_said():
+def test_settings_that_were_not_measured_are_named():
     far = recommended((1e9, 17, 100, 1, 1)).explain()
     assert "Extrapolated, not measured: parameters 1,000,000,000" in far
     assert "regions 17 (measured: 2 to 16)" in far
     assert "the nearest preset, with 1.28 G parameters" in far
 
 
-def test_a_delay_beyond_those_measured_is_said():
+def test_a_delay_longer_than_the_measured_ones_is_named():
     late = recommended(HOPELESS)
     assert late.delay_steps > recipe.LONGEST_DELAY
     assert f"a delay of {late.delay_steps} steps (measured: up to 32)" in late.explain()
 
 
-def test_where_nothing_helps_the_least_wait_is_chosen_and_said():
+def test_if_regions_must_wait_the_least_wait_is_chosen_and_reported():
     choice = recommended(HOPELESS)
     assert choice.stall_share > recommend.NO_WAIT
     assert re.search(r"Regions wait for \d+\.\d% of the simulated", choice.explain())

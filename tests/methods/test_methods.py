@@ -1,4 +1,4 @@
-"""The table of methods: defaults, what is refused, and what its files must say."""
+"""The table of methods: defaults, refused arguments, and the text of its files."""
 
 import pathlib
 import sys
@@ -192,8 +192,8 @@ def test_summed_factors_have_their_own_message():
         methods.get("dilocox", sum_factors=True, compress="int8")
 
 
-def test_eager_counts_what_its_message_decodes_to():
-    """Top 1 of (4, 1) is (4, 0): the 1 is in nobody's mean, so not in its share."""
+def test_eager_counts_the_decoded_message():
+    """Top 1 of (4, 1) is (4, 0): the 1 is in no mean, so not in the share."""
     outer = eager_outer(optax.sgd(1.0))
     compressor = top_k(0.5)
     zero = jnp.zeros(2)
@@ -220,7 +220,7 @@ class TestQuorum:
             ("0,0", 2, 5, 0, (0, 1)),
         ],
     )
-    def test_who_is_waited_for_decides_the_delay(
+    def test_the_quorum_decides_the_delay(
         self, answers, quorum, grace, delay, participating
     ):
         method = methods.get(
