@@ -72,6 +72,7 @@ def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     entries = list(source.iterdir()) if source.exists() else []
+
     names = set()
     for entry in sorted(entries, key=lambda entry: entry.name):
         if not _is_ours(entry.name, is_deep):
@@ -81,6 +82,7 @@ def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
             fetch_file(entry, folder / entry.name)
         elif is_deep:
             fetch(entry, folder / entry.name, is_deep)
+
     for path in folder.iterdir():
         if path.name in names or not _is_ours(path.name, is_deep):
             continue

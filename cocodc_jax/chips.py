@@ -15,7 +15,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-GIB, GB, TERA = 2**30, 10**9, 10**12
+GIB = 2**30
+GB = 10**9
+TERA = 10**12
 
 
 @dataclasses.dataclass(frozen=True)

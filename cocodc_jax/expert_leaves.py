@@ -5,7 +5,8 @@ all layers at `blocks/moe/experts/up` [layers, E, ...]. Next to an expert's weig
 `experts/tokens` counts the tokens that it was given (`models.experts`).
 """
 
-EXPERTS, TOKENS = "experts", "tokens"
+EXPERTS = "experts"
+TOKENS = "tokens"
 _BLOCKS = "blocks"
 # A count is this many times the number of batches whose tokens an expert was given.
 TOKEN_UNIT = 2.0**-20

@@ -176,7 +176,7 @@ def append_line(path: pathlib.Path, value: Any) -> None:
 def read_lines(
     path: pathlib.Path,
     parse: Callable[[Any], T],
-    what: str = "line",
+    noun: str = "line",
     skips_damaged: bool = False,
 ) -> list[T]:
     """Return the lines of a file of JSON that is appended to; none without the file.
@@ -184,19 +184,26 @@ def read_lines(
     A last line without its end is left out: it is still being written, or a kill has
     cut it off.
 
-    A line is damaged if `parse` raises an error on its value: it is left out with
-    `skips_damaged`, else a `ValueError` names it and the file, and `what` a line is.
+    Args:
+      path: of the file.
+      parse: called with the value of each line. A line is damaged if it raises
+        `ValueError`, `TypeError` or `KeyError`.
+      noun: what a line is called in the error.
+      skips_damaged: whether damaged lines are left out.
+
+    Raises:
+      ValueError: if a line is damaged; it names the file and the line.
     """
     if not path.exists():
         return []
-    return parse_lines(path, read_regular(path), parse, what, skips_damaged)
+    return parse_lines(path, read_regular(path), parse, noun, skips_damaged)
 
 
 def parse_lines(
     path: str | os.PathLike[str],
     data: bytes,
     parse: Callable[[Any], T],
-    what: str = "line",
+    noun: str = "line",
     skips_damaged: bool = False,
 ) -> list[T]:
     """Return the lines of a file's content, see `read_lines`."""
@@ -207,6 +214,6 @@ def parse_lines(
         except (ValueError, TypeError, KeyError) as error:
             if not skips_damaged:
                 raise ValueError(
-                    f"{path}, line {number} is no {what}: {line[:60]!r}"
+                    f"{path}, line {number} is no {noun}: {line[:60]!r}"
                 ) from error
     return values

@@ -75,6 +75,7 @@ def cache_dir(data_dir: str = "") -> pathlib.Path:
         return expanded(data_dir, f"data_dir={data_dir!r}")
     if base := os.environ.get("XDG_CACHE_HOME"):
         return expanded(base, f"XDG_CACHE_HOME={base!r}") / "cocodc_jax"
+
     try:
         folder = pathlib.Path(without_tilde("~/.cache/cocodc_jax"))
     except NoHomeError:
@@ -108,6 +109,7 @@ def _temporary_cache(reason: str) -> pathlib.Path:
         raise ValueError(
             f"{reason}, and no other can be made ({error}); {repair}"
         ) from error
+
     # Matplotlib looks for a home too, and warns of having none.
     os.environ.setdefault("MPLCONFIGDIR", str(folder / "matplotlib"))
     say(f"note: {reason}; the cache is in {folder}; {repair} to keep it elsewhere")

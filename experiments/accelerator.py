@@ -214,7 +214,7 @@ def speed_rows(
     shapes: Sequence[str],
     regions: Sequence[int],
     wanted: Sequence[str],
-    interval: int,
+    interval_steps: int,
     repeats: int,
 ) -> Iterator[Row]:
     """Yield a row for each shape, number of regions and contender."""
@@ -223,7 +223,7 @@ def speed_rows(
             config = SHAPES[shape].config(num_regions)
             for contender in wanted:
                 name = speed_name(shape, num_regions, contender)
-                yield Row(name, _timing_of(config, contender, interval, repeats))
+                yield Row(name, _timing_of(config, contender, interval_steps, repeats))
 
 
 def speed_name(shape: str, regions: int, contender: str) -> str:
@@ -232,33 +232,33 @@ def speed_name(shape: str, regions: int, contender: str) -> str:
 
 
 def _timing_of(
-    config: TrainConfig, contender: str, interval: int, repeats: int
+    config: TrainConfig, contender: str, interval_steps: int, repeats: int
 ) -> Callable[[], dict[str, Any]]:
     return lambda: time_turns(
-        config, make_turn(config, contender, interval), interval, repeats
+        config, make_turn(config, contender, interval_steps), interval_steps, repeats
     )
 
 
-def make_turn(config: TrainConfig, contender: str, interval: int) -> Turn:
-    """Return a turn of a contender, `interval` steps of all regions on one device."""
+def make_turn(config: TrainConfig, contender: str, interval_steps: int) -> Turn:
+    """Return a turn of a contender: `interval_steps` of all regions on one device."""
     if contender in METHODS:
-        arguments = {"sync_interval": interval} | METHODS[contender]
-        return _run_of(config.replace(**arguments), interval)
+        arguments = {"sync_interval": interval_steps} | METHODS[contender]
+        return _run_of(config.replace(**arguments), interval_steps)
 
     model = plain_model(config, jax.devices()[0])
     params = models.init_params(model, jax.random.key(0))
-    case = _case(config, model, params, _batches(config, interval))
+    case = _case(config, model, params, _batches(config, interval_steps))
     if contender == PLAIN_LOOP:
         return contenders.plain_loops(case)
     return contenders.scan_alone(case, num_devices=1)
 
 
-def _run_of(config: TrainConfig, interval: int) -> Turn:
-    """Return a turn of the program that a run of a configuration has."""
+def _run_of(config: TrainConfig, interval_steps: int) -> Turn:
+    """Return a turn of a configuration's `RegionProgram`."""
     mesh = mesh_of(config.run, jax.devices()[:1])
     trained = build_program(config, config.model, mesh)
     params = models.init_params(config.model, jax.random.key(0))
-    return contenders.program_turn(trained, params, _batches(config, interval))
+    return contenders.program_turn(trained, params, _batches(config, interval_steps))
 
 
 def plain_model(config: TrainConfig, device: Any) -> models.TransformerConfig:
@@ -278,7 +278,7 @@ def _case(
     params: Any,
     batches: np.ndarray,
 ) -> Case:
-    """Return what contenders train that are no program of this package."""
+    """Return the case for the contenders that are not programs of this package."""
     return Case(
         name=config.preset,
         loss_fn=models.make_loss_fn(model),
@@ -288,8 +288,8 @@ def _case(
     )
 
 
-def _batches(config: TrainConfig, interval: int) -> np.ndarray:
-    sizes = (interval, config.run.regions, *_batch_sizes(config))
+def _batches(config: TrainConfig, interval_steps: int) -> np.ndarray:
+    sizes = (interval_steps, config.run.regions, *_batch_sizes(config))
     rng = np.random.default_rng(0)
     return rng.integers(0, config.model.vocab_size, sizes, np.int32)
 
@@ -300,29 +300,29 @@ def _batch_sizes(config: TrainConfig) -> tuple[int, int]:
 
 
 def time_turns(
-    config: TrainConfig, turn: Turn, interval: int, repeats: int
+    config: TrainConfig, turn: Turn, interval_steps: int, repeats: int
 ) -> dict[str, Any]:
-    """Warm up, take turns, and return their seconds and what follows from them."""
-    began = time.perf_counter()
+    """Warm up, time turns, and return their seconds, tokens per second and MFU."""
+    began_s = time.perf_counter()
     for _ in range(WARM_TURNS):
         turn()
-    start_s = time.perf_counter() - began
+    start_s = time.perf_counter() - began_s
 
-    seconds = []
+    turns_s = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         turn()
-        seconds.append(time.perf_counter() - began)
+        turns_s.append(time.perf_counter() - began_s)
 
-    rate = interval * config.tokens_per_step / statistics.median(seconds)
+    rate = interval_steps * config.tokens_per_step / statistics.median(turns_s)
     flops = models.flops_per_token(config.model, config.data.sequence_length)
     peak = peak_tokens_per_second(jax.devices()[:1], flops)
     return {
         "tokens_per_second": rate,
         "mfu": mfu(rate, peak),
-        "seconds": seconds,
+        "seconds": turns_s,
         "start_s": start_s,
-        "interval_steps": interval,
+        "interval_steps": interval_steps,
         "tokens_per_step": config.tokens_per_step,
     }
 
@@ -335,7 +335,7 @@ def compile_all(
     shapes: Sequence[str],
     regions: Sequence[int],
     wanted: Sequence[str],
-    interval: int,
+    interval_steps: int,
     console: Console,
 ) -> None:
     """Compile the programs of part 1 for one device of a machine, and print them."""
@@ -344,20 +344,20 @@ def compile_all(
         for shape in shapes:
             config = SHAPES[shape].config(num_regions)
             for contender in wanted:
-                listed = programs_of(config, contender, interval, device)
+                listed = programs_of(config, contender, interval_steps, device)
                 for part, program_, arguments in listed:
                     name = speed_name(shape, num_regions, contender)
-                    what = compiled(program_, arguments, target.chip.platform)
-                    console.print(f"{name}, {part}: {what}", soft_wrap=True)
+                    result = compiled(program_, arguments, target.chip.platform)
+                    console.print(f"{name}, {part}: {result}", soft_wrap=True)
 
 
 def programs_of(
-    config: TrainConfig, contender: str, interval: int, device: Any
+    config: TrainConfig, contender: str, interval_steps: int, device: Any
 ) -> Iterator[tuple[str, Any, tuple]]:
     """Yield a contender's programs for a device: name, `jax.jit`, arguments' shapes."""
     sizes = _batch_sizes(config)
     if contender in METHODS:
-        arguments = {"sync_interval": interval} | METHODS[contender]
+        arguments = {"sync_interval": interval_steps} | METHODS[contender]
         config = config.replace(exchange="program", **arguments)
         trained = build_program(config, config.model, mesh_of(config.run, [device]))
         batches = jax.ShapeDtypeStruct(
@@ -392,11 +392,11 @@ def programs_of(
 
 
 def compiled(program_: Any, arguments: tuple, platform: str) -> str:
-    """Compile a program, and say how long that took and what it holds."""
-    began = time.perf_counter()
+    """Compile a program; return its memory, its kernel and the seconds in words."""
+    began_s = time.perf_counter()
     lowered = program_.trace(*arguments).lower(lowering_platforms=(platform,))
     done = lowered.compile()
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began_s
 
     gigabytes = peak_bytes(done.memory_analysis()) / 1e9
     flash = "with" if FLASH in done.as_text() else "without"

@@ -408,7 +408,8 @@ def define() -> None:
         (
             "reference_column",
             "published",
-            "Column of the reference, or tuned; tuned, too, if it is the only one.",
+            "Column of the reference: published or tuned. If it has only tuned, that "
+            "one.",
         ),
         (
             "reference_from",

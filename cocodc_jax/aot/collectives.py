@@ -69,7 +69,13 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
             continue
 
         for instruction in computation.instructions:
-            collective = _read(instruction, computation, module, mesh_shape, busy)
+            collective = _read(
+                instruction=instruction,
+                computation=computation,
+                module=module,
+                mesh_shape=mesh_shape,
+                busy=busy,
+            )
             if collective is None:
                 continue
 

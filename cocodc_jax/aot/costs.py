@@ -1,20 +1,20 @@
-"""Operations and memory traffic of a program, loops counted as they run.
+"""Operations and memory traffic of a program, with every iteration of its loops.
 
-XLA's own cost analysis counts a loop's body once, and these programs are loops in
-loops. Here every instruction counts as often as it runs. Only matrix products count as
+XLA's own cost analysis counts a loop's body once, and these programs are nested loops.
+Here every instruction counts as often as it runs. Only matrix products count as
 operations, as in a model's own count.
 
-Kernels are calls that a compiler cannot count. With P pairs of positions and heads of d
-features every product of attention takes `2 P d`. Forward there are two, of scores and
-of values. Backward, cuDNN takes five; splash attention seven in two kernels, three for
-queries and four for keys and values, as each computes the scores and their derivative
-again. Products of groups of rows, each by its own expert's matrix, take one product a
-row.
+Kernels are calls whose operations a compiler cannot count. With P pairs of positions
+and heads of d features, every product of attention takes `2 P d`. The forward pass has
+two, for the scores and for the values. In the backward pass cuDNN takes five; splash
+attention takes seven in two kernels, three for queries and four for keys and values, as
+each computes the scores and their derivative again. A grouped product, of rows that are
+each multiplied by their expert's matrix, takes one product a row.
 
 A compiled program computes the model's products, those that a rematerialisation policy
-asks for again, and what the compiler adds. In the program as it is written (its jaxpr)
-there are only the first two: `written_flops` with a policy, less without one, are the
-operations computed again.
+recomputes, and what the compiler adds. The program as it is written (its jaxpr) has
+only the first two, so `written_flops` with a policy minus `written_flops` without one
+are the recomputed operations.
 """
 
 import math
@@ -31,7 +31,7 @@ from cocodc_jax.models.dispatch import FURTHER_ROUND
 
 # Primitives of attention by cuDNN.
 _CUDNN = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
-# What moves nothing by itself: names for parts, or what its own callees are counted by.
+# Opcodes that move no bytes themselves: names for parts, and calls of what is counted.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call "
     "after-all partition-id replica-id opt-barrier optimization-barrier".split()
@@ -48,7 +48,7 @@ def peak_bytes(memory: Any, held_bytes: int = 0) -> int:
 
     Args:
       memory: `memory_analysis()` of the program.
-      held_bytes: what stays there beside its arguments.
+      held_bytes: what the device holds besides its arguments.
     """
     arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
     inside = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
@@ -58,9 +58,13 @@ def peak_bytes(memory: Any, held_bytes: int = 0) -> int:
 def flops(module: Module, even_share: float = 1.0) -> float:
     """Return the floating-point operations of all matrix products, 2 a product.
 
-    TPUs' products are convolutions, GPUs' dots or calls of cuBLAS; of what other calls
-    compute only attention and products of groups are seen. `even_share` is the share
-    of groups' rows that are multiplied; the rest is padding.
+    Products are convolutions on TPUs, dots or calls of cuBLAS on GPUs. Of other custom
+    calls, only attention and grouped products are counted.
+
+    Args:
+      module: the compiled program.
+      even_share: the share of the rows of grouped products that are multiplied; the
+        rest is padding.
     """
 
     def cost(instruction: Instruction, computation: Computation) -> float:
@@ -71,7 +75,7 @@ def flops(module: Module, even_share: float = 1.0) -> float:
 
 
 def _summed(cost: Callable[[Instruction, Computation], float], module: Module) -> float:
-    """Sum what every instruction costs, as often as it runs."""
+    """Sum the costs of all instructions, each as often as it runs."""
     total = 0.0
     for computation in module:
         if times := module.executions[computation.name]:
@@ -112,7 +116,7 @@ def _flops_of(instruction: Instruction, computation: Computation) -> float:
 def _dot_flops(
     instruction: Instruction, computation: Computation, contracted: str
 ) -> float:
-    """Count a product whose contracted axes a pattern finds in its attributes."""
+    """Count a product; the pattern `contracted` finds its contracted axes."""
     left = _dims(computation, instruction.operands[0])
     dimensions = re.search(contracted, instruction.attributes)
     axes = re.findall(r"\d+", dimensions[1]) if dimensions else ()
@@ -124,10 +128,10 @@ def _dot_flops(
 
 
 def _convolution_flops(instruction: Instruction, computation: Computation) -> float:
-    """Count pairs of output and kernel places that meet an element, not a padding.
+    """Count pairs of output and kernel positions that read an element, not padding.
 
-    A batch of products is written as a convolution over places of which each output
-    meets one: only these are computed.
+    XLA writes a batch of products as a convolution in which each output position reads
+    one element, and the hardware computes only these products.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels, instruction.attributes
@@ -166,10 +170,11 @@ def _dims(computation: Computation, name: str) -> tuple[int, ...]:
 
 
 def _grouped_flops(operands: Sequence[Operand]) -> float:
-    """Return the operations of a product of groups of rows.
+    """Return the operations of a grouped product.
 
     The last two operands are rows `[m, k]`, and matrices `[E, k, n]` or, for their
-    gradient, rows `[m, n]`. A kernel without any only finds where groups begin.
+    gradient, rows `[m, n]`. A kernel without such operands only finds where groups
+    begin.
 
     >>> _grouped_flops([("bf16", (8, 2)), ("bf16", (4, 2, 3))])
     96.0
@@ -186,12 +191,12 @@ def _grouped_flops(operands: Sequence[Operand]) -> float:
 
 
 def splash_flops(name: str, operands: Sequence[Operand]) -> float:
-    """Return the operations of the splash attention kernel in `name`; 0 if none is."""
+    """Return the operations of a splash attention kernel; 0 if `name` has none."""
     kernel = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", name)
     if kernel is None:
         return 0.0
-    # Queries [..., L, d] come first of all that has heads, then keys; the rest says
-    # which blocks.
+    # Of the operands with heads, queries [..., L, d] come first, then keys. The others
+    # select blocks.
     (*batch, num_local, width), (*_, length, _) = [
         dims for dtype, dims in operands if len(dims) >= 3 and dtype in _FLOATS
     ][:2]
@@ -209,9 +214,9 @@ def cudnn_flops(is_backward: bool, query: tuple[int, ...]) -> float:
 def hbm_bytes(module: Module) -> float:
     """Estimate the bytes that a program reads from and writes to main memory.
 
-    Every instruction reads its operands and writes its result, as far as they are in
-    main memory. A slice of an array reads the slice, and an update in place writes the
-    update, also where a fusion does it.
+    Every instruction reads those of its operands that are in main memory, and writes
+    its result if it is there. A slice of an array reads only the slice, and an update
+    in place writes only the update, also inside a fusion.
     """
 
     def moved(instruction: Instruction, computation: Computation) -> float:
@@ -308,12 +313,15 @@ def _in_hbm(shape: str) -> int:
 def written_flops(jaxpr: Any, even_share: float = 1.0) -> float:
     """Return the operations of all products of a jaxpr on all devices, 2 a product.
 
-    Products that no result depends on are left out: a policy leaves such where a
-    kernel's outputs are kept. Loops of `lax.scan` count as often as they run, those of
-    `lax.while_loop` once; of the branches of a condition the one that computes most
-    (the one that computes least for rounds of rows to experts after the first); what a
-    `jax.shard_map` computes on each device, for every device along its axes.
-    `even_share` is as for `flops`.
+    Products that no result depends on are left out; a rematerialisation policy leaves
+    some in the jaxpr if it keeps a kernel's outputs. A `lax.scan` counts as often as it
+    runs, a `lax.while_loop` once. Of the branches of a condition the one with the most
+    operations counts, but for rounds of rows to experts after the first the one with
+    the least. A `jax.shard_map` counts for every device along its axes.
+
+    Args:
+      jaxpr: the program.
+      even_share: as of `flops`.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jnp.zeros((2, 3))

@@ -211,12 +211,21 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     end = _closing(rest) if rest.startswith("(") else rest.index(" ")
     shape = rest[:end]
     rest = rest[end:].lstrip()
+
     opcode, _, rest = rest.partition("(")
     end = _closing("(" + rest) - 2
     operands = tuple(
         part.split()[-1].lstrip("%") for part in split(rest[:end]) if part.split()
     )
-    return Instruction(name, shape, opcode, operands, rest[end + 1 :], is_root)
+
+    return Instruction(
+        name=name,
+        shape=shape,
+        opcode=opcode,
+        operands=operands,
+        attributes=rest[end + 1 :],
+        is_root=is_root,
+    )
 
 
 def _depths(text: str) -> Iterator[int]:

@@ -1,16 +1,16 @@
-"""Compiles a run's programs in a process of its own, and reads what it found.
+"""Compiles a run's programs in a separate process, and reads its records.
 
-`Job.run` starts `python -m cocodc_jax.aot.job JOB RECORDS`, as JAX reads a target's
-environment when it starts. JOB is JSON; to RECORDS goes a line of JSON for each
-program, one when it begins and one when it is done, so that a process that dies tells
-where.
+`Job.run` starts `python -m cocodc_jax.aot.job JOB RECORDS`, because JAX reads a
+target's environment when it starts. JOB is JSON. RECORDS gets two lines of JSON for
+each program, one when its compilation begins and one when it is done, so a crash shows
+which program it was.
 
-What a program takes at least is a roofline of what a chip can do. A device computes,
-reads and writes its memory, and takes part in collectives inside its slice at the same
-time, each at its full published rate; the longest of the three is the estimate. What
-crosses between regions adds to it unless the schedule shows it to span the steps.
-Nothing runs faster; what runs slower has its reason in something not counted here
-(latencies, other work than matrix products, padding).
+The estimate of a program's time is a roofline, a lower bound. A device computes, reads
+and writes its memory, and takes part in collectives inside its slice at the same time,
+each at its full published rate; the longest of the three counts. Messages between
+regions add to it unless the schedule shows that they span the steps. A program that
+takes longer is slowed by something that is not counted here: latencies, operations
+other than matrix products, padding.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from cocodc_jax.run.config.train_config import TrainConfig
 Begins = Callable[[str, int, int], None]
 Record = dict[str, Any]
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_BETWEEN = {REGION, BETWEEN_SLICES}  # axes over which messages between regions lie
+_BETWEEN = {REGION, BETWEEN_SLICES}  # axes that messages between regions cross
 
 
 class CompileError(Exception):
@@ -64,9 +64,16 @@ class Job:
     ) -> tuple[Record, list[Record]]:
         """Compile, in a process with the target's environment.
 
-        `begins` is called with the name of each program as it begins, its number from
-        1, and how many there are. Returns what holds for all programs, and a record of
-        each, as `main` writes them. Raises `CompileError` or `UnknownProgramError`.
+        Args:
+          begins: called as the compilation of each program begins, with the program's
+            name, its number from 1, and the number of programs.
+
+        Returns:
+          What holds for all programs, and a record of each, as `main` writes them.
+
+        Raises:
+          CompileError: if the process ended without an answer.
+          UnknownProgramError: if `programs` matches no name.
         """
         with tempfile.TemporaryDirectory() as folder:
             job = pathlib.Path(folder, "job")
@@ -106,7 +113,7 @@ class Job:
 
 
 def _follow(stream: TextIO, lines: list[Record], begins: Begins) -> None:
-    """Read the lines that were written since, and report programs that begin."""
+    """Read the lines written since the last call, and report programs that begin."""
     at = stream.tell()
     while (line := stream.readline()).endswith("\n"):
         lines.append(json.loads(line))
@@ -127,7 +134,7 @@ def _why(code: int, lines: list[Record], log: str) -> str:
 
 
 def main(job_file: str, records_file: str) -> None:
-    """Compile the programs of a job, and write what was found."""
+    """Compile the programs of a job, and write a record of each."""
     job = json.loads(pathlib.Path(job_file).read_text())
     config = TrainConfig.from_json(job["config"])
     built = programs.build(config, Target.parse(job["target"], job["slices"]))
@@ -161,7 +168,7 @@ def main(job_file: str, records_file: str) -> None:
 
 
 def compile_one(built: Built, listed: LoweredProgram, hlo_dir: str | None) -> Record:
-    """Compile a program; returns its record, with `refused` where it does not fit."""
+    """Compile a program; return its record, with `refused` if it does not fit."""
     began = time.perf_counter()
     record: Record = dict(
         name=listed.name,
@@ -214,7 +221,7 @@ def _measured(text: str, built: Built) -> Record:
     """Read what a scheduled program computes and moves."""
     module = hlo.parse(text)
     mesh_shape = dict(built.mesh.shape)
-    if built.target.slices > 1:  # One slice's module: it numbers its own devices only.
+    if built.target.slices > 1:  # The module of one slice numbers only its devices.
         mesh_shape[REGION] //= built.target.slices
 
     exchanges = collectives(module, mesh_shape)
@@ -273,21 +280,25 @@ def _grouped(exchanges: Sequence[Collective]) -> list[Record]:
 class Estimate:
     """Seconds of one call of a program."""
 
-    compute_s: float  # Of matrix products.
-    hbm_s: float  # Of main memory.
-    link_s: float  # Of collectives inside regions.
-    network_s: float  # Of collectives between regions that nothing hides.
-    hidden_s: float  # Of those that span the inner steps.
+    compute_s: float  # Matrix products.
+    hbm_s: float  # Reads and writes of main memory.
+    link_s: float  # Collectives inside regions.
+    network_s: float  # Collectives between regions that do not overlap the inner steps.
+    hidden_s: float  # Collectives between regions that span the inner steps.
 
     @property
     def seconds(self) -> float:
-        """The least time: what spans the steps may take longer than they do."""
-        beside = max(self.compute_s, self.hbm_s, self.link_s, self.hidden_s)
-        return beside + self.network_s
+        """The least time of a call.
+
+        Computation, memory traffic, links, and messages that span the steps run at the
+        same time, so the longest counts; other messages between regions add to it.
+        """
+        concurrent_s = max(self.compute_s, self.hbm_s, self.link_s, self.hidden_s)
+        return concurrent_s + self.network_s
 
     @property
     def limit(self) -> str:
-        """What it is limited by most."""
+        """The largest term; messages that span the steps count as network."""
         parts = {
             "compute": self.compute_s,
             "memory": self.hbm_s,
@@ -300,7 +311,7 @@ class Estimate:
 def estimate(
     chip: Chip, flops: float, hbm_bytes: float, exchanges: Sequence[Collective]
 ) -> Estimate:
-    """Estimate one call of a program by what one device computes and moves in it."""
+    """Estimate the time of one call from what one device computes and moves."""
 
     def seconds(rate: float, is_between: bool, spans: bool | None = None) -> float:
         return sum(
@@ -320,9 +331,9 @@ def estimate(
 
 
 def needed_bytes(message: str) -> int | None:
-    """Read from a compiler's refusal how much memory a program needs.
+    """Read from a compiler's error how much memory a program needs.
 
-    None if it is no such refusal; 0 if it gives no number.
+    None if the error is not about memory; 0 if it gives no number.
     """
     if "RESOURCE_EXHAUSTED" not in message:
         return None

@@ -176,12 +176,13 @@ def recomputed_flops(built: Built, config: TrainConfig) -> float:
         return 0.0
     kept = build(config.replace(remat="none"), built.target)
 
-    def count(built: Built) -> float:
-        steps = next(program for program in built.listed if program.name == INNER_STEPS)
+    def flops_of(one_build: Built) -> float:
+        steps = next(x for x in one_build.listed if x.name == INNER_STEPS)
         jaxpr = steps.program.trace(*steps.arguments).jaxpr
-        return written_flops(jaxpr, built.even_share)
+        return written_flops(jaxpr, one_build.even_share)
 
-    return (count(built) - count(kept)) / built.scan_steps / built.mesh.size
+    recomputed = flops_of(built) - flops_of(kept)
+    return recomputed / built.scan_steps / built.mesh.size
 
 
 def least_bytes_inside(built: Built, config: TrainConfig) -> float:

@@ -1,4 +1,4 @@
-"""What the compiled programs of a run say together: one summary, and a table."""
+"""The summary and the table of a run's compiled programs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,17 +28,31 @@ _HEADS = (
 
 
 def summarise(about: Record, programs: list[Record]) -> Record:
-    """Sum up a run's programs, from what `job` has of all and of each.
+    """Summarise a run's programs.
+
+    Args:
+      about: what holds for all programs, from `Job.run`.
+      programs: a record of each, from `Job.run`.
 
     Returns:
-      `fits`, `overlapped` (every message between regions crosses while the inner steps
-      run; False where none does), `temp_bytes` and `peak_bytes` (of the program that
-      needs most), `hbm_bytes`; and where the inner steps were compiled `step_seconds`
-      and `mfu` of one of them, the same with the syncs that go with it, `limit`,
-      `recomputed_flops` of a device and step, `flops_ratio` to the model's own,
-      `excess_ratio` to the model's own and what is computed again, and `inside_ratio`
-      to the least bytes. Below 1 are ratios of operations where a kernel leaves out
-      pairs of positions that the mask hides: the model's own count has them.
+      For all programs:
+
+        fits: whether each fits in memory.
+        overlapped: whether every message between regions crosses while the inner steps
+          run; False if there are no messages.
+        temp_bytes, peak_bytes: of the program that needs most.
+        hbm_bytes: memory of a device.
+
+      If the inner steps were compiled, of one step:
+
+        step_seconds, mfu: the least time, and the utilization at it.
+        step_seconds_with_syncs, mfu_with_syncs: the same with a step's share of syncs.
+        limit: the longest term of the least time.
+        recomputed_flops: operations of a device that remat computes again.
+        flops_ratio: operations over the model's own. Below 1 if a kernel leaves out
+          pairs of positions that the mask hides, which the model's count includes.
+        excess_ratio: operations over the model's own and those computed again.
+        inside_ratio: bytes inside a region over the least possible.
     """
     sending = [record for record in programs if record["sent_bytes"]]
     between = [row for record in sending for row in _rows(record, "between")]
@@ -79,7 +93,7 @@ def _rows(record: Record, where: str) -> list[Record]:
 
 
 def _mean_sync_s(about: Record, programs: list[Record], step_s: float) -> float:
-    """Return the seconds of one fragment's programs, on average, without steps."""
+    """Return the mean seconds of one fragment's programs, without their inner steps."""
     total = 0.0
     for record in programs:
         is_sync = "fragment" in record["name"] or "outer step" in record["name"]
@@ -90,9 +104,9 @@ def _mean_sync_s(about: Record, programs: list[Record], step_s: float) -> float:
 
 
 def excess_ratio(about: Record, record: Record) -> float | None:
-    """Return a program's operations by the model's own and what steps compute again.
+    """Return a program's operations over the model's own and those computed again.
 
-    None where it holds no inner steps.
+    None if it has no inner steps.
     """
     is_steps = record["name"] == INNER_STEPS
     num_steps = about["scan_steps"] if is_steps else record.get("calls_steps")
@@ -108,7 +122,7 @@ def inside_bytes(record: Record) -> float:
 
 
 def table(about: Record, programs: list[Record]) -> Table:
-    """Lay the programs out, one a row; numbers are of one device."""
+    """Return a table with a row for each program; numbers are of one device."""
     layout = Table(box=box.SIMPLE, pad_edge=False)
     layout.add_column("program", no_wrap=True)
     for head in _HEADS:
@@ -149,7 +163,7 @@ def table(about: Record, programs: list[Record]) -> Table:
 def lines(
     config: TrainConfig, about: Record, programs: list[Record], summary: Record
 ) -> Iterator[str]:
-    """Say in words what the table does not."""
+    """Yield the remarks below the table."""
     for record in programs:
         if "refused" in record:
             yield f"{record['name']}: {record['refused']}"
@@ -221,10 +235,10 @@ def size(num_bytes: float) -> str:
 
 
 def remedies(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Propose flags that need less memory, and the configuration with them.
+    """Propose flags that need less memory, each with the configuration that has them.
 
-    Those that change no number come first, each with those before it, but for parts of
-    a batch and for the model axis, which stand for themselves.
+    Flags that change no number come first. Each proposal includes those before it, but
+    the parts of a batch and the model axes are alternatives.
     """
     run = config.run
     data = config.data

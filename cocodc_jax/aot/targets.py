@@ -1,4 +1,4 @@
-"""Machines to compile for: how one is described, and its devices without it.
+"""Machines to compile for: their descriptions, and devices without the hardware.
 
 A target is written `v5e:4x4`, a slice of 16 TPU chips, or `h100:4`, four hosts of eight
 GPUs.
@@ -18,7 +18,7 @@ GPUS_PER_HOST = 8
 # What each platform's compiler comes with, and the extra that installs it.
 _MODULES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 
-# What CUDA tells of a device of compute capability 9.0, which H100 and H200 share.
+# What CUDA reports of a device of compute capability 9.0, which H100 and H200 share.
 _GPU_LIMITS = f"""
 threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
 shared_memory_per_block: {48 * 2**10} shared_memory_per_block_optin: {227 * 2**10}
@@ -35,7 +35,7 @@ _GPUS = {
 
 
 def _gpu_config(name: str, memory_bytes: int, memory_bps: int) -> str:
-    """Return what XLA asks of a GPU, in the text form of its `GpuTargetConfigProto`."""
+    """Return a GPU's description for XLA, a `GpuTargetConfigProto` as text."""
     return (
         f"gpu_device_info {{ {_GPU_LIMITS} device_memory_size: {memory_bytes} "
         f"memory_bandwidth: {memory_bps} cuda_compute_capability {{ major: 9 }} "
@@ -50,13 +50,18 @@ def _gpu_config(name: str, memory_bytes: int, memory_bps: int) -> str:
 class Target:
     """A machine."""
 
-    chip: Chip  # What it is made of.
-    shape: tuple[int, ...]  # Of one slice in chips, or of GPUs the number of hosts.
+    chip: Chip  # Of which kind its chips are.
+    shape: tuple[int, ...]  # Of one slice, in chips; for GPUs the number of hosts.
     slices: int = 1  # 1 for GPUs.
 
     @classmethod
     def parse(cls, text: str, slices: int = 1) -> Target:
-        """Read `v5e:4x4`, and how many such slices; a `ValueError` names the flag."""
+        """Read a target such as `v5e:4x4`; a `ValueError` names the flag.
+
+        Args:
+          text: the target.
+          slices: the number of such slices.
+        """
         name, _, shape = text.lower().partition(":")
         chip = CHIPS.get(name.removeprefix("tpu"))
         if chip is None:
@@ -83,7 +88,7 @@ class Target:
         return cls(chip, dims, slices)
 
     def check_installed(self) -> None:
-        """Refuse a machine whose compiler is not installed."""
+        """Raise ValueError if the machine's compiler is not installed."""
         platform = self.chip.platform
         if not any(importlib.util.find_spec(name) for name in _MODULES[platform]):
             raise ValueError(
@@ -98,10 +103,10 @@ class Target:
         return math.prod(self.shape) * self.slices * per_host
 
     def environment(self) -> dict[str, str]:
-        """Return what must be set before JAX starts in the process that compiles.
+        """Return the environment variables with which the compiling process starts.
 
-        JAX itself stays on the CPU, several processes may compile at once, and nothing
-        asks the network which TPU this is. The TPU's compiler needs to be given it.
+        They keep JAX itself on the CPU, let several processes compile at once, and keep
+        libtpu from asking the network which TPU this is.
         """
         always = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
         if self.chip.platform == "cuda":
@@ -116,7 +121,7 @@ class Target:
         }
 
     def devices(self) -> list[Any]:
-        """Return devices that can only be compiled for, slice by slice."""
+        """Return devices to compile for, not to run on, ordered by slice."""
         from jax.experimental import topologies
 
         if self.chip.platform == "cuda":
@@ -129,7 +134,7 @@ class Target:
             return list(description.devices)
 
         shape = "x".join(map(str, self.shape))
-        # Hosts of 2 x 2 chips, as is usual; of less where a side is odd.
+        # Hosts of 2 x 2 chips, as is usual; of 1 along a side that is odd.
         host = [2 if size % 2 == 0 else 1 for size in self.shape[:2]]
         description = topologies.get_topology_desc(
             platform="tpu",

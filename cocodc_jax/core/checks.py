@@ -275,7 +275,10 @@ def check_counts(
 
 
 def check_inside(method: Method, user_inputs: UserInputs) -> None:
-    """Refuse a method that cannot be had inside a program, see `core.optimizer`."""
+    """Raise ValueError for a method that `synchronized` does not support.
+
+    See `core.optimizer`.
+    """
     reason = None
     sync = method.sync
     if sync is not None:
@@ -284,7 +287,7 @@ def check_inside(method: Method, user_inputs: UserInputs) -> None:
             reason = "exclude_above and robust_mean have the host restore regions"
     if reason is not None:
         raise ValueError(
-            f"method={method.name!r} is none for synchronized: {reason}; use "
+            f"method={method.name!r} cannot be used with synchronized: {reason}; use "
             "RegionProgram"
         )
 

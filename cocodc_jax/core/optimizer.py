@@ -224,11 +224,11 @@ def synchronized(
         sizes = [0]
         if bound.per_step:
             updates, per_step_state = turn.exchange(
-                bound.per_step,
-                updates,
-                state.per_step,
-                turn.region_key(step, axis_name),
-                axis_name,
+                per_step=bound.per_step,
+                gradients=updates,
+                kept=state.per_step,
+                key=turn.region_key(step, axis_name),
+                axis_name=axis_name,
             )
             if "value" in extra:
                 extra["value"] = turn.mean_of_all(extra["value"], axis_name)

@@ -153,22 +153,27 @@ class _SharedCrossing:
         return self.leaving.sync_key if self.sync.message.average.draws else None
 
     def leave(self) -> tuple[core.Left, PyTree]:
-        weight = self.axis.held(jnp.asarray(self.weights, float))
-        are_partial = not self.weights.all()
+        region_weight = self.axis.held(jnp.asarray(self.weights, float))
+        are_partial = bool((self.weights == 0).any())
 
         sent, memory = core.encode_all(
-            self.sync,
-            self.axis,
-            self.leaving.part,
-            self.anchor,
-            self.kept.memory,
-            self.leaving.key_data,
-            weight,
+            sync=self.sync,
+            axis=self.axis,
+            part=self.leaving.part,
+            anchor=self.anchor,
+            memory=self.kept.memory,
+            key_data=self.leaving.key_data,
+            weights=region_weight,
             are_partial=are_partial,
             sync_key=self.drawn,
         )
         return core.leave(
-            self.sync, self.axis, sent, memory, weight, are_partial=are_partial
+            self.sync,
+            self.axis,
+            sent=sent,
+            memory=memory,
+            weights=region_weight,
+            are_partial=are_partial,
         )
 
     def cross(self, left: core.Left) -> core.Left:
@@ -200,12 +205,12 @@ class _SharedFinishing:
         self, outer: Fragment, opt_state: PyTree
     ) -> tuple[Fragment, PyTree, jax.Array]:
         return core.outer_step(
-            self.model.outer.optimizer,
-            outer,
-            opt_state,
-            self.mean,
-            self.seen.kept.get(needs.STALE),
-            self.seen.user_inputs.token_counts,
+            optimizer=self.model.outer.optimizer,
+            params=outer,
+            opt_state=opt_state,
+            mean_pseudo_gradient=self.mean,
+            stale_params=self.seen.kept.get(needs.STALE),
+            token_counts=self.seen.user_inputs.token_counts,
         )
 
     def hand_out(self, outer: Fragment, opt_state: PyTree) -> Fragment:
@@ -279,12 +284,12 @@ class _RegionalCrossing:
         num_matchings = len(matchings(self.axis.num_regions))
 
         sent, opt_state = core.leave_regional(
-            self.model.sync,
-            self.axis,
-            self.leaving.part,
-            self.kept.outer,
-            self.kept.opt_state,
-            self.leaving.key_data,
+            sync=self.model.sync,
+            axis=self.axis,
+            part=self.leaving.part,
+            params=self.kept.outer,
+            state=self.kept.opt_state,
+            key_data=self.leaving.key_data,
             row=jax.random.randint(draw_key, (), 0, num_matchings),
         )
         return core.Left(sent), opt_state
@@ -314,7 +319,11 @@ class _RegionalFinishing:
         self, outer: Fragment, opt_state: PyTree
     ) -> tuple[Fragment, PyTree, jax.Array]:
         new_outer, new_opt_state, norm = core.receive(
-            self.model.outer, outer, opt_state, self.mean, self.axis.num_regions
+            self.model.outer,
+            params=outer,
+            state=opt_state,
+            arrived=self.mean,
+            num_regions=self.axis.num_regions,
         )
         mean_norm = jnp.sqrt(jax.lax.pmean(norm**2, self.axis.name))
         return new_outer, new_opt_state, mean_norm

@@ -128,6 +128,7 @@ def finish(
     new_outer, new_opt_state, norm = finishing.step(outer, opt_state)
     received = finishing.hand_out(new_outer, new_opt_state)
     merged, metrics = finishing.merge(received)
+
     return Finished(
         merged=merged,
         outer=new_outer,
@@ -180,12 +181,12 @@ def encode_all(
         key_data: jax.Array,
     ) -> tuple[PyTree, PyTree]:
         return encode(
-            sync,
-            params,
-            part,
-            anchor,
-            memory,
-            key_data,
+            sync=sync,
+            params=params,
+            part=part,
+            anchor=anchor,
+            memory=memory,
+            key_data=key_data,
             weight=weight if are_partial else None,
             sync_key=sync_key,
         )

@@ -308,17 +308,19 @@ class Turn:
             name: str, zeros: jax.Array, region: Region, parts: list[Part]
         ) -> jax.Array:
             del zeros  # What is returned where there is no slot.
+
             gap_of_fragment = []
             for k, part in enumerate(parts):
                 local = self.local(k, part._replace(updates=region.updates), region)
                 gap = core.gap(
                     name,
-                    self.model.received(part.kept),
-                    jax.tree.map(lambda x: x[None], local),
-                    self.num_regions,
-                    self.user_inputs.token_counts,
+                    outer=self.model.received(part.kept),
+                    local=jax.tree.map(lambda x: x[None], local),
+                    num_regions=self.num_regions,
+                    token_counts=self.user_inputs.token_counts,
                 )
                 gap_of_fragment.append(gap)
+
             total = jax.lax.psum(jnp.stack(gap_of_fragment), self.axis_name)
             return total.astype(jnp.float32)
 
@@ -329,7 +331,13 @@ class Turn:
             return _if(is_slot, measure, zeros, region, parts)
 
         sizes = self.fragments.num_params
-        return traced.leaving(self.schedule, sizes, times, region.step, observe)
+        return traced.leaving(
+            self.schedule,
+            num_params=sizes,
+            times=times,
+            step=region.step,
+            observe=observe,
+        )
 
     def local(self, k: int, part: Part, region: Region) -> Fragment:
         """Return the region's local fragment with the updates so far."""

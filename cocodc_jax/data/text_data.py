@@ -90,11 +90,11 @@ class TextData:
         window_documents = self.config.shuffle_window_bytes / self._mean_bytes
         iterators = {
             region: region_batches(
-                self._train,
-                self._documents[region],
-                self.config,
-                window_documents,
-                (self.config.seed, region, self.num_regions),
+                tokens=self._train,
+                indices=self._documents[region],
+                config=self.config,
+                window_documents=window_documents,
+                seed_words=(self.config.seed, region, self.num_regions),
             )
             for region in self.regions
         }
@@ -142,7 +142,13 @@ def load(
     )
 
     regions = range(num_regions) if regions is None else regions
-    return TextData(config, corpus, tokenizer, num_regions, regions)
+    return TextData(
+        config=config,
+        corpus=corpus,
+        tokenizer=tokenizer,
+        num_regions=num_regions,
+        regions=regions,
+    )
 
 
 def region_documents(

@@ -242,7 +242,7 @@ class Agreement:
 
         if is_led_by_another:
             members = [(region, seat.boot) for region, seat in view.seats.items()]
-            self._book.forget_rows_but(members)
+            self._book.keep_rows_of(members)
         if not self._leads:
             self._admitted = {}
 

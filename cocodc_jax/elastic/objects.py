@@ -50,7 +50,7 @@ _KEPT = 3  # Times `dead_after_s`.
 _QUEUE = 256  # Messages that wait to be written at most.
 _WORKERS = 4  # Threads for what is up to `_FIRST_BYTES` long, and as many for longer.
 _FAREWELL_S = 5.0
-_SAY_S = 60.0
+_REPORT_EVERY_S = 60.0
 # How long the last messages can be read, at least.
 _STAY_S = 1.0
 _STAY_POLLS = 4
@@ -117,7 +117,7 @@ class Objects:
         self._numbers = itertools.count()
         self._written: collections.deque[tuple[float, str]] = collections.deque()
         self._inbox: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
-        self._said_s: dict[str, float] = {}
+        self._last_report_s: dict[str, float] = {}
         # Signs of life do not wait behind what takes long to write or read.
         self._small = Lane(_WORKERS)
         self._large = Lane(_WORKERS)
@@ -303,19 +303,20 @@ class Objects:
                 raise
 
     @contextlib.contextmanager
-    def _reporting(self, what: str) -> Iterator[None]:
+    def _reporting(self, failure: str) -> Iterator[None]:
         """Go on after an error, as if the message was lost."""
         try:
             yield
-        except Exception as error:  # Clients of stores raise what they like.
-            self._report(what, error)
+        except Exception as error:  # Clients of stores raise errors of any type.
+            self._report(failure, error)
 
-    def _report(self, what: str, why: object) -> None:
-        """Say what failed, once a minute."""
+    def _report(self, failure: str, why: object) -> None:
+        """Report a failure; the same one at most once a minute."""
         now = time.monotonic()
-        if now - self._said_s.get(what, -_SAY_S) >= _SAY_S:
-            self._said_s[what] = now
-            say(f"{what}: {why}")
+        last = self._last_report_s.get(failure, -_REPORT_EVERY_S)
+        if now - last >= _REPORT_EVERY_S:
+            self._last_report_s[failure] = now
+            say(f"{failure}: {why}")
 
 
 def key_of(shared: bytes) -> bytes:

@@ -242,8 +242,8 @@ class Book:
         if self.waiting.pop(sync, None) is not None:
             self.delivered.append(self.decided[sync])
 
-    def forget_rows_but(self, senders: Collection[m.Life]) -> None:
-        """Keep the messages of `senders` only; another region coordinates now."""
+    def keep_rows_of(self, senders: Collection[m.Life]) -> None:
+        """Drop messages of other lives, since the coordinator has changed."""
         self.quorum_s = {}
         for sync, rows in self.rows.items():
             self.rows[sync] = {life: x for life, x in rows.items() if life in senders}

@@ -59,7 +59,7 @@ _PONG_MS = 10000
 HANDSHAKE_MS = 5000
 _MAX_WAITING = 512
 _SHARE = 4  # One in so many descriptors; the program itself uses the others.
-_SAY_S = 60.0
+_WARN_EVERY_S = 60.0
 
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:
@@ -284,21 +284,24 @@ class Door:
 
     def __init__(self, listener: Any, context: Any):
         """Watch `listener`, a ZeroMQ socket of `context` that is not bound yet."""
-        limit = min(_MAX_WAITING, most_descriptors() // _SHARE)
-        self._limit = limit
-        self._closed = 0
-        self._said_s = -_SAY_S
         # The peer of each descriptor, oldest first.
         self._waiting: dict[int, Any] = {}
         self._lock = threading.Lock()
+        self._limit = min(_MAX_WAITING, most_descriptors() // _SHARE)
+
+        self._closed = 0
+        self._last_warning_s = -_WARN_EVERY_S
+
         listener.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        # ZeroMQ waits for the reader of its events, so it cannot accept far ahead.
+        events_address = f"inproc://door-{id(self)}"
+        listener.monitor(events_address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+
         self._events = context.socket(zmq.PAIR)
+        # ZeroMQ waits for the reader of its events, so it cannot accept far ahead.
         self._events.rcvhwm = 1
-        name = f"inproc://door-{id(self)}"
-        listener.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._events.connect(name)
         self._events.rcvtimeo = 100
+        self._events.connect(events_address)
+
         self._ended = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -342,8 +345,8 @@ class Door:
                 if oldest.getpeername() == peer:
                     oldest.shutdown(socket.SHUT_RDWR)  # ZeroMQ closes it then.
 
-        if time.monotonic() - self._said_s > _SAY_S:
-            self._said_s = time.monotonic()
+        if time.monotonic() - self._last_warning_s > _WARN_EVERY_S:
+            self._last_warning_s = time.monotonic()
             say(
                 f"more than {self._limit} open connections have not shown the key; "
                 f"{self._closed} closed so far"

@@ -288,20 +288,21 @@ def over_regions(
     ) -> tuple[Extras, Any, PyTree]:
         part = spec.fragments.take(params, fragment_id, lead=1)
         sent, new_memory = core.encode_all(
-            spec.sync,
-            spec.local,
-            part,
-            anchor,
-            memory,
-            keys,
-            weights,
+            sync=spec.sync,
+            axis=spec.local,
+            part=part,
+            anchor=anchor,
+            memory=memory,
+            key_data=keys,
+            weights=weights,
             params=params,
             has_own_anchors=has_own_anchors,
             sync_key=key_of(fragment_id, start_step),
         )
+
         if leaves:
             sent, new_memory = core.leave(
-                spec.sync, spec.local, sent, new_memory, weights
+                spec.sync, spec.local, sent=sent, memory=new_memory, weights=weights
             )
         return spec.copies_of(part), sent, new_memory
 

@@ -41,6 +41,9 @@ from cocodc_jax.transforms.compressor import message_bytes
 
 _REMEMBERED = 256  # Syncs whose members are remembered until read.
 
+# The link of one process; which kind, `elastic.inside.of_process` decides.
+ProcessLink = Link | Speaker | Listener
+
 
 class ElasticExchange(OnOuterMesh):
     """Programs of the outer mesh, and the threads that carry messages between them."""
@@ -51,8 +54,8 @@ class ElasticExchange(OnOuterMesh):
         super().__init__(spec, "direct")
         self._place = place
         self.goes_on = place.late_mean == "merge"
-        # To the other regions; None while compiling ahead, alone.
-        self.link: Link | Speaker | Listener | None = None
+        # To the other regions; None while programs are compiled ahead.
+        self.link: ProcessLink | None = None
         # Regions in the mean of the syncs that arrived; readers pop the entry.
         self.in_mean: dict[SyncId, tuple[int, ...]] = {}
 
@@ -109,7 +112,11 @@ class ElasticExchange(OnOuterMesh):
                 row, decision = decide()
                 rows = _sound(sync, decision.rows, like)
                 self._note_members(sync, rows)
-                future.set_result(self._landed(sync, row, rows, arriving, like))
+                future.set_result(
+                    self._landed(
+                        sync=sync, row=row, rows=rows, arriving=arriving, like=like
+                    )
+                )
             except BaseException as error:  # The main thread raises it at the merge.
                 future.set_exception(error)
 

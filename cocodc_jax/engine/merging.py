@@ -243,7 +243,13 @@ def make_gap(spec: SyncSpec, name: str) -> Callable:
     token_counts = spec.trainer.user_inputs.token_counts
 
     def of_fragment(part: Fragment, local: Fragment) -> jax.Array:
-        return core.gap(name, part, local, num_regions, token_counts)
+        return core.gap(
+            name,
+            outer=part,
+            local=local,
+            num_regions=num_regions,
+            token_counts=token_counts,
+        )
 
     def of_region(part: Fragment, local: Fragment) -> jax.Array:
         return of_fragment(part, jax.tree.map(lambda x: x[None], local))

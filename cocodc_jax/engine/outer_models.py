@@ -336,11 +336,11 @@ class SharedOuterModel:
         """Take an `outer_step` in a program of the mesh, on loaded state."""
         load = functools.partial(self._place.load, fragment_id)
         return outer_step(
-            self._outer.optimizer,
-            load(params),
-            load(opt_state),
-            load(mean),
-            load(stale_params),
+            optimizer=self._outer.optimizer,
+            params=load(params),
+            opt_state=load(opt_state),
+            mean_pseudo_gradient=load(mean),
+            stale_params=load(stale_params),
             token_counts=self._spec.trainer.user_inputs.token_counts,
         )
 
@@ -587,7 +587,13 @@ class _RegionalCrossing:
         ) -> tuple[core.Extras, PyTree, PyTree]:
             part = spec.fragments.take(params, self.fragment_id, lead=1)
             sent, new_state = core.leave_regional(
-                spec.sync, spec.local, part, outer_params, opt_state, keys, row
+                sync=spec.sync,
+                axis=spec.local,
+                part=part,
+                params=outer_params,
+                state=opt_state,
+                key_data=keys,
+                row=row,
             )
             return spec.copies_of(part), sent, new_state
 
@@ -643,7 +649,13 @@ def make_regional_step(spec: SyncSpec) -> Callable:
     def receive(
         params: Fragment, state: PyTree, arrived: PyTree
     ) -> tuple[Fragment, PyTree, jax.Array]:
-        return core.receive(outer, params, state, arrived, spec.regions.num)
+        return core.receive(
+            outer,
+            params=params,
+            state=state,
+            arrived=arrived,
+            num_regions=spec.regions.num,
+        )
 
     def step(
         outer_params: Fragment, state: PyTree, arrived: PyTree

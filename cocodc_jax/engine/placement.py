@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -222,6 +222,22 @@ def _num_shards(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+def _first_free(
+    entries: Sequence[Any], shape: tuple[int, ...], num_shards: int
+) -> int | None:
+    """Return the first unsharded dimension that `num_shards` divides, if any.
+
+    Args:
+      entries: of a partition spec, one for each dimension; None or () is unsharded.
+      shape: of the array.
+      num_shards: devices along the axis that looks for a dimension.
+    """
+    for i, size in enumerate(shape):
+        if not entries[i] and size and size % num_shards == 0:
+            return i
+    return None
+
+
 def _like(shardings: ByPath, default: NamedSharding, tree: PyTree) -> PyTree:
     def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
         of_leaf = named(shardings, path)
@@ -241,7 +257,9 @@ def named(shardings: ByPath, path: Any) -> Any:
 def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
     """Return JAX's memory kind for `memory`; None is the devices' default.
 
-    Refused where a method uses the state outside inner steps and merges.
+    Raises:
+      ValueError: if the devices have no host memory, or the method uses the state
+        outside inner steps and merges.
     """
     check_choice("optimizer_memory", memory, MEMORIES)
     if memory == "device":
@@ -257,10 +275,10 @@ def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
 
     sync = method.sync
     if sync is not None and (sync.moments or sync.robust):
-        what = "averages moments" if sync.moments else "puts regions back"
+        reason = "averages moments" if sync.moments else "puts regions back"
         raise ValueError(
             f"optimizer_memory={memory!r} is not for method={method.name!r}, which "
-            f"{what}; use 'device'"
+            f"{reason}; use 'device'"
         )
     return PINNED
 
@@ -444,10 +462,10 @@ class OuterPlacement:
         for axis in INSIDE:
             if axis in sum(spanning, ()) or outer.shape[axis] == 1:
                 continue
-            for i, size in enumerate(shape):
-                if not spanning[i] and size and size % outer.shape[axis] == 0:
-                    spanning[i] = (axis,)
-                    break
+            dimension = _first_free(spanning, shape, outer.shape[axis])
+            if dimension is not None:
+                spanning[dimension] = (axis,)
+
         return NamedSharding(outer, P(*(names or None for names in spanning)))
 
     def _divided(
@@ -462,17 +480,20 @@ class OuterPlacement:
         fragment = self.shardings.fragments[fragment_id]
 
         def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
+            replicated = NamedSharding(mesh, P())
             of_leaf = named(fragment, path)
+            if of_leaf is None or math.prod(x.shape) <= 1:
+                return replicated
             # A factored optimizer's rows and columns have fewer axes.
-            if of_leaf is None or x.ndim < len(of_leaf.spec) or math.prod(x.shape) <= 1:
-                return NamedSharding(mesh, P())
+            if x.ndim < len(of_leaf.spec):
+                return replicated
 
             entries = [*of_leaf.spec, *(None,) * (x.ndim - len(of_leaf.spec))]
             if DATA not in jax.tree.leaves(entries):
-                for i, size in enumerate(x.shape):
-                    if entries[i] is None and size and size % mesh.shape[DATA] == 0:
-                        entries[i] = DATA
-                        break
+                dimension = _first_free(entries, x.shape, mesh.shape[DATA])
+                if dimension is not None:
+                    entries[dimension] = DATA
+
             return NamedSharding(mesh, P(*entries), memory_kind=memory_kind)
 
         return jax.tree_util.tree_map_with_path(sharding, tree)

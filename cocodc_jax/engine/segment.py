@@ -230,12 +230,12 @@ class _Finishing:
 
     def merge(self, received: PyTree) -> tuple[RegionState, dict[str, jax.Array]]:
         arguments = merge_arguments(
-            self.spec,
-            self.region,
-            self.flight.kept,
-            received,
-            self.batch,
-            self.scalars,
+            spec=self.spec,
+            region=self.region,
+            kept=self.flight.kept,
+            outer=received,
+            batch=self.batch,
+            scalars=self.scalars,
         )
         merge = make_merge(self.spec, self.fragment_id)
         params, opt_state, metrics = merge(*arguments)
@@ -332,6 +332,7 @@ class Segments:
         outer = None
         if k != segment.after:
             outer = self._outer.broadcast_arguments(*sync.outer.entry(k))
+
         return Start(
             outer=outer,
             memory=sync.compressors[k],

@@ -273,12 +273,12 @@ def assemble(
     specs = jax.tree.structure(setting.whole).unflatten(leaves)
     param_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     shardings = Shardings.of(
-        mesh,
-        setting.fragments,
-        trainer.optimizer,
-        setting.params,
-        split(specs, setting.trained)[0],
-        transport.outer_channels,
+        mesh=mesh,
+        fragments=setting.fragments,
+        optimizer=trainer.optimizer,
+        shapes=setting.params,
+        specs=split(specs, setting.trained)[0],
+        outer_channels=transport.outer_channels,
         optimizer_memory=memory_kind(optimizer_memory, mesh, method),
     )
 
@@ -510,7 +510,9 @@ class SyncProgram:
             return state, ()
 
         batches = jax.tree.map(lambda x: x[None], last_batch)
-        return self._syncs.run_events(state, batches, 1, times, {})
+        return self._syncs.run_events(
+            state=state, batches=batches, num_steps=1, times=times, merged={}
+        )
 
     def use_steps(self, steps: InnerSteps) -> None:
         """Take the inner steps, of all regions."""
@@ -553,7 +555,13 @@ class SyncProgram:
 
         if self._syncs is None:
             return state, outputs, ()
-        state, syncs = self._syncs.run_events(state, batches, num_steps, times, merged)
+        state, syncs = self._syncs.run_events(
+            state=state,
+            batches=batches,
+            num_steps=num_steps,
+            times=times,
+            merged=merged,
+        )
         return state, outputs, syncs
 
     def _inner_steps(

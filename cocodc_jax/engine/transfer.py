@@ -131,8 +131,8 @@ def whole(x: jax.Array) -> np.ndarray:
     return np.asarray(x if x.is_fully_addressable else _replicated(x))
 
 
-def out_of_host_memory(tree: PyTree) -> PyTree:
-    """Load arrays from host memory to the accelerators, each device its own shard."""
+def to_device_memory(tree: PyTree) -> PyTree:
+    """Copy arrays from host to device memory, each device its own shard."""
 
     def load(x: jax.Array) -> jax.Array:
         if x.sharding.memory_kind != PINNED:

@@ -61,6 +61,7 @@ class Transport:
             self, exchange=EXCHANGES, all_reduce=ALL_REDUCES, overlap=OVERLAPS
         )
         check_least(self, 1, "outer_channels")
+
         if self.place is not None and self.exchange != "elastic":
             raise ValueError(f"place has no meaning for exchange={self.exchange!r}")
         if self.exchange == "elastic" and self.outer_channels > 1:
@@ -220,12 +221,14 @@ def _not_elastic(method: Method) -> str | None:
         return "its regions exchange at every step"
     if sync is None:
         return "it exchanges nothing"
+
     if not isinstance(sync.outer, SharedOuter):
         return "each region has outer parameters of its own"
     if sync.only_in_program:
         return sync.only_in_program
     if sync.moments:
         return "it averages the inner optimizer's state too"
+
     if sync.schedule.is_by_region:
         return "its regions come one by one"
     if getattr(sync.schedule, "participating", None) is not None:
@@ -234,4 +237,5 @@ def _not_elastic(method: Method) -> str | None:
         return "delay_steps='auto' and syncs_per_interval='auto' follow all regions"
     if sync.schedule.needs & MEASURED_NOW:
         return "its schedule looks at all regions' parameters"
+
     return None

@@ -268,12 +268,14 @@ def _curvature(
                 f"{curvature.name!r} is made already; choose its units there"
             )
         return curvature
+
     check_choice("curvature", curvature, (*curvatures.NAMES, "secant"))
     options: dict[str, Any] = {} if units is None else {"units": units}
     if curvature == "outer_product":
         options["sync_interval"] = sync_interval
     if curvature in ("hessian_vector", "gauss_newton", "hutchinson"):
         options.setdefault("units", "adam")
+
     try:
         if curvature == "secant":
             # More than the whole of D would go past the staged point.

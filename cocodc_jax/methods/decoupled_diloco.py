@@ -122,6 +122,7 @@ def _merged_at(
     check_at_least("delay_steps", delay_steps, 0)
     if not answer_steps:
         return delay_steps, None, None
+
     try:
         answers = [int(part) for part in answer_steps.split(",")]
     except (AttributeError, ValueError):
@@ -131,11 +132,13 @@ def _merged_at(
             f"answer_steps={answer_steps!r} must be numbers of steps, at least 0, "
             "separated by commas, one for each region"
         )
+
     if quorum > len(answers):
         raise ValueError(
             f"quorum={quorum} must be at least 1 and at most the {len(answers)} "
             "regions of answer_steps"
         )
+
     latest = min(sorted(answers)[quorum - 1] + grace_steps, max(answers))
     in_time = tuple(m for m, a in enumerate(answers) if a <= latest)
     return latest, in_time, len(answers)

@@ -63,6 +63,7 @@ def delayed_nesterov(
     check_outer(outer_lr, outer_momentum)
     check_at_least("arrivals_per_momentum", arrivals_per_momentum, 1)
     check_number("momentum_spread", momentum_spread)
+
     optimizer = delayed_nesterov_optimizer(
         outer_lr, outer_momentum, arrivals_per_momentum, momentum_spread
     )

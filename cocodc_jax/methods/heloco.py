@@ -18,8 +18,9 @@ c = \frac{\langle \Delta^m, v \rangle}{\lVert \Delta^m \rVert \, \lVert v \rVert
 \hat{x} = \frac{x}{\lVert x \rVert}
 $$
 
-a pseudo-gradient that agrees with the momentum is kept, one that is oblique is turned
-towards it at the same length, and of one that opposes it a part is taken off:
+a pseudo-gradient that agrees with the momentum is kept, an oblique one is turned
+towards it at the same length, and one that opposes it loses part of its component along
+it:
 
 $$
 \tilde\Delta = \begin{cases}
@@ -32,7 +33,7 @@ b = \min(-k_s \, c \, \kappa_m, b_{\max}) & c < 0
 $$
 
 Then the momentum and the outer parameters step, and the region continues from the
-look-ahead point, where the momentum alone would lead:
+look-ahead point, to which the momentum alone would lead:
 
 $$
 \begin{align*}
@@ -81,27 +82,36 @@ def heloco(
       sync_interval: H, inner steps of the fastest region between two of its arrivals.
       outer_lr: eta, learning rate of the outer step, positive.
       outer_momentum: mu, in [0, 1).
-      keep_cosine: c_ok, cosine to the outer momentum from which on a late tensor is
-        kept as it is; at -1 all are.
-      removal_rate: k_s, how fast more is taken off a tensor that opposes the momentum.
-      turn_rate: k_d, how fast a tensor that lies across the momentum is turned to it.
-      confidence_scale: kappa; the larger, the less a late tensor that is short beside
-        the momentum is changed.
-      max_removal: b_max, the most that is taken off of what opposes, in [0, 1].
+      keep_cosine: c_ok; a late tensor whose cosine to the outer momentum is at least
+        this is kept as it is. At -1 all are.
+      removal_rate: k_s, how fast the removed part grows as a tensor opposes the
+        momentum more.
+      turn_rate: k_d, how far a tensor that is oblique to the momentum is turned to it.
+      confidence_scale: kappa; the larger, the less a late tensor is changed that is
+        short compared with the momentum.
+      max_removal: b_max, the largest share of the opposing component that is removed,
+        in [0, 1].
       arrival_weight: rho, weight of an arrival in the outer step, positive; 1 over the
         number of regions makes a round of arrivals weigh as one.
       dynamic_steps: whether slower regions do fewer steps between arrivals.
     """
-    method = mla(sync_interval, outer_lr, outer_momentum, arrival_weight, dynamic_steps)
+    method = mla(
+        sync_interval=sync_interval,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+        arrival_weight=arrival_weight,
+        dynamic_steps=dynamic_steps,
+    )
     optimizer = heloco_optimizer(
         outer_lr,
         outer_momentum,
-        keep_cosine,
-        removal_rate,
-        turn_rate,
-        confidence_scale,
-        max_removal,
-        arrival_weight,
+        keep_cosine=keep_cosine,
+        removal_rate=removal_rate,
+        turn_rate=turn_rate,
+        confidence_scale=confidence_scale,
+        max_removal=max_removal,
+        arrival_weight=arrival_weight,
     )
+
     outer = SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum))
     return dataclasses.replace(method.with_sync(outer=outer), name="heloco")

@@ -90,9 +90,14 @@ def streaming_diloco(
         rule = merge.remembering(rule, kept)
     if merge_rule == "replay":
         check_unused("mixing_alpha", mixing_alpha, 0.5, "merge_rule='replay'")
+
     sync = Sync(
         schedule=schedules.staggered(
-            sync_interval, num_fragments, delay_steps, phase_steps, max_delay_steps
+            sync_interval=sync_interval,
+            num_fragments=num_fragments,
+            delay_steps=delay_steps,
+            phase_steps=phase_steps,
+            max_delay_steps=max_delay_steps,
         ),
         outer=nesterov(outer_lr, outer_momentum),
         merge=rule,

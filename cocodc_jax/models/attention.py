@@ -1,13 +1,18 @@
 """Causal attention, by the kernel that a platform has for it.
 
-    plain    XLA's own: scores of all pairs of positions exist, `H L^2` a sequence
+    plain    XLA's own: scores of all pairs of positions are in memory, `H L^2` numbers
+             a sequence
     blocks   the same for two or four blocks of queries, each with the keys that it may
              see: 3/4 or 5/8 of the pairs
     cudnn    flash attention (arXiv 2205.14135) of NVIDIA's cuDNN
-    splash   the same as a Pallas kernel for TPUs (`jax.experimental.pallas`)
+    splash   flash attention as a Pallas kernel for TPUs (`jax.experimental.pallas`)
 
-A flash kernel never holds the scores; its backward pass computes them again from what
-the forward pass kept, its result and a number for each row.
+A flash kernel never holds the scores. Its backward pass computes them again from the
+result of the forward pass and one number for each row.
+
+Shape suffixes here: B batch, L positions of the queries, S positions of the keys,
+H query heads, K heads of keys and values, G = H / K query heads for each of these,
+R = G L rows of one product, d features of a head.
 """
 
 import dataclasses
@@ -24,17 +29,18 @@ from cocodc_jax.models.layout import own_share
 
 # What policies of rematerialisation can keep of a flash kernel.
 ATTENTION = "attention"
-# Features of a head that cuDNN takes: a multiple, up to so many; before Hopper to half.
+# Features of a head that cuDNN takes: a multiple of the first, at most the second, or
+# half of it on GPUs before Hopper.
 HEAD_MULTIPLE = 8
 MOST_HEAD_WIDTH = 256
-# first numbers of NVIDIA's compute capabilities
+# Major versions of NVIDIA's compute capabilities.
 _AMPERE = 8
 _HOPPER = 9
-# Blocks of queries of plain attention: how many, and positions of one at least. More
-# are more products of few rows, and more to compile.
+# Blocks of queries in plain attention: their possible numbers, and the least positions
+# of one. More blocks mean more products of few rows, and more to compile.
 BLOCKS = (4, 2)
 LEAST_QUERIES = 64
-# Positions of a block of splash attention, the largest that divides a device's own.
+# Positions of a block of splash attention: the largest that divides those of a device.
 _SPLASH_BLOCKS = (512, 256, 128)
 
 
@@ -46,12 +52,21 @@ def attend(
     sequence: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return what each position gathers from itself and those before it.
+    """Return causal attention: each position attends to itself and those before it.
 
-    Each of the K heads of keys and values is for H / K of the query's. `sequence` is
-    the mesh axis that divides the query's positions, and only these, inside a
-    `jax.shard_map`; not for cudnn and blocks. The kernel auto is plain; with
-    `interpret` any platform carries out splash, slowly.
+    Args:
+      query_BLHd: the queries, `[B, L, H, d]`.
+      key_BLKd: the keys, `[B, L, K, d]`; each of the K heads serves H / K of the
+        query's.
+      value_BLKd: the values, `[B, L, K, d]`.
+      kernel: "plain", "blocks", "cudnn" or "splash"; "auto" is plain.
+      sequence: the mesh axis that shards the positions of the queries, but not those of
+        keys and values, inside a `jax.shard_map`; not for cudnn and blocks.
+      interpret: whether splash runs in Pallas's interpreter, which any platform can,
+        slowly.
+
+    Returns:
+      `[B, L, H, d]`, like the queries.
     """
     if kernel == "splash":
         return _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret)
@@ -77,8 +92,9 @@ def _plain(
 ) -> jax.Array:
     """Attend as `jax.nn.dot_product_attention` does, up to rounding.
 
-    What was gathered is divided in place of each weight, so the backward pass sums over
-    no pairs of positions: on CPUs a training step of tiny takes a twelfth less.
+    The softmax divides the weighted sum of the values, not each weight, so the backward
+    pass sums over no pairs of positions. On CPUs a training step of the preset tiny
+    then takes a twelfth less.
     """
     batch, length, _, width = query_BLHd.shape
     num_kv = key_BSKd.shape[2]
@@ -170,14 +186,16 @@ def _splash(
 
     query_BLHd *= np.asarray(head_width**-0.5, query_BLHd.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query_BLHd, key_BLKd, value_BLKd))
-    mixed_BHLd = cast(jax.Array, jax.vmap(run)(*heads_first))  # And no residuals.
+    # Residuals are not requested, so the result is one array.
+    mixed_BHLd = cast(jax.Array, jax.vmap(run)(*heads_first))
     return mixed_BHLd.swapaxes(1, 2)
 
 
 def _own_blocks(kernel: Any, sequence: str) -> Any:
-    """Take, of a kernel for sequences that devices share, what one of them computes.
+    """Return this device's part of a splash kernel whose sequence devices share.
 
-    As its `manual_sharding_spec` does; a diagonal block has the same mask on all.
+    It slices as the kernel's `manual_sharding_spec` does; a diagonal block has the same
+    mask on all devices.
     """
 
     def local(x: Any, axis: int) -> jax.Array | None:
@@ -235,10 +253,19 @@ def choose(
     sequence_axis: int = 1,
     most_head_width: int = MOST_HEAD_WIDTH,
 ) -> TransformerConfig:
-    """Return the model with the kernel that `attention` names, or auto means.
+    """Return the model with the attention kernel of its configuration; resolve "auto".
 
-    A program `is_divided` if it names every axis itself (`divided.py`); `sequence_axis`
-    devices share a sequence; `most_head_width` is the devices' `head_width_of`.
+    Args:
+      config: the model.
+      platform: "cpu", "gpu", "cuda" or "tpu".
+      length: positions of a sequence.
+      is_divided: whether the program names every mesh axis itself (`divided.py`).
+      needs_forward_mode: whether the method takes second derivatives.
+      sequence_axis: devices that share a sequence.
+      most_head_width: `head_width_of` the devices.
+
+    Raises:
+      ValueError: if the program cannot use the kernel that `attention` names.
     """
     wanted = config.attention
     is_auto = wanted == "auto"
@@ -324,9 +351,10 @@ def _against_cudnn(
 
 
 def head_width_of(device: Any) -> int:
-    """Return the most features of a head that cuDNN takes on a GPU.
+    """Return the largest head width that cuDNN supports on a GPU; 0 is no support.
 
-    None, 0, before Ampere (T4, V100) and on AMD's, of "gfx90a" (both from memory).
+    GPUs before Ampere (T4, V100) and AMD's, whose capability is a name such as
+    "gfx90a", have none (both from memory).
     """
     capability = getattr(device, "compute_capability", None) or _HOPPER
     generation = str(capability).partition(".")[0]

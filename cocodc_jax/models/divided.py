@@ -87,9 +87,9 @@ class _Device:
         sums: tuple[jax.Array, jax.Array] = divided_cross_entropy(
             hidden_BLD,
             model.output_head(),
-            targets_BL,
-            self.config.loss_chunk_tokens,
-            self.layout,
+            targets_BL=targets_BL,
+            chunk_tokens=self.config.loss_chunk_tokens,
+            layout=self.layout,
         )
         loss_sum, num_correct = sums
         count = targets_BL.size * jax.lax.axis_size(self.layout.tokens)

@@ -120,12 +120,12 @@ class MixtureOfExperts(nnx.Module):
         # The router's own path is complete on every device of the model axis, that of
         # the experts a sum over these.
         out_TD = mix(
-            shared(x_TD, layout),
-            choice.ids,
-            shared(choice.weights, layout),
-            self.experts.weights(x_TD.dtype, layout),
-            config.expert_dispatch,
-            layout,
+            x_TD=shared(x_TD, layout),
+            ids_TK=choice.ids,
+            weights_TK=shared(choice.weights, layout),
+            weights=self.experts.weights(x_TD.dtype, layout),
+            dispatch=config.expert_dispatch,
+            layout=layout,
         )
 
         return summed(out_TD, layout).reshape(x_BLD.shape), self._routed(choice)

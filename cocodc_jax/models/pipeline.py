@@ -87,7 +87,13 @@ def make_pipelined_loss_fn(
         config, num_layers=config.num_layers // num_stages
     )
     links = Links(num_stages, num_routed_regions or 1)
-    stage = _Stage(stage_config, num_microbatches, links, subspace, codec)
+    stage = _Stage(
+        config=stage_config,
+        num_microbatches=num_microbatches,
+        links=links,
+        subspace=subspace,
+        codec=codec,
+    )
     return with_gradient(
         functools.partial(_over_stages, stage, stage.loss),
         functools.partial(_over_stages, stage, stage.loss_and_grad),
@@ -209,6 +215,7 @@ class _Stage:
                 num_ways=num_ways,
             )
             aux["stage_bytes"] = jnp.float32(num_bytes)
+
         return jax.lax.psum(loss, STAGE), aux
 
     def _share(self, params: Params, way_back, tokens: jax.Array, shifts: jax.Array):

@@ -1,14 +1,14 @@
-"""What pipeline stages send one another: activations ahead, their gradients back.
+"""What pipeline stages send one another: activations forward, gradients back.
 
-`Links` are the collectives. `Hop` sends activations through a codec, for example one
-that keeps what reaches a threshold, both ways:
+`Links` are the collectives. `Hop` sends activations and their gradients through a
+codec, for example one that keeps the values above a threshold:
 
     ahead:  message, a <- encode(x, a);    the next stage computes with decode(message)
     back:   message, b <- encode(dL/dy, b);  this one goes on with decode(message)
 
-so the gradient is taken as if decoding gave back what was encoded (straight through).
-a and b are the codec's memory (thresholds, what error feedback has not sent yet) of one
-stage within a step. Backward goes through the microbatches in reverse, and so does b.
+so the gradient is taken as if decoding inverted encoding (straight through). a and b
+are the codec's memory (thresholds, residuals of error feedback) of one stage within a
+step. The backward pass goes through the microbatches in reverse, and so does b.
 """
 
 import dataclasses
@@ -34,12 +34,20 @@ def stage_bytes(
     subspace: Subspace | None = None,
     num_ways: int = 2,
 ) -> int:
-    """Count the bytes that a region's stages send one another for a batch.
+    """Count the bytes that a region's S stages send one another for a batch.
 
     Every position crosses S - 1 borders, with its target (and with a subspace its
-    token); then S - 1 of S parts of the last stage's result go to the others. With
-    gradients (`num_ways` 2, else 1) all but ids come back. The zeros of idle ticks are
-    not counted, nor are gradients of parameters that every stage has.
+    token). Then S - 1 of S parts of the last stage's result go to the other stages.
+    With gradients, everything but the ids is also sent back. The zeros of idle ticks
+    are not counted, nor are gradients of parameters that every stage has.
+
+    Args:
+      config: of the model.
+      num_stages: S.
+      batch: sequences of a region's batch.
+      length: positions of a sequence.
+      subspace: in which activations are sent; None sends them in full.
+      num_ways: 2 with gradients, 1 without.
     """
     width = subspace.rank if subspace else config.width
     num_ids = 2 if subspace else 1
@@ -50,15 +58,16 @@ def stage_bytes(
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The ways between S stages, and between R regions where messages are routed."""
+    """Collectives between S stages, and between R regions if messages are routed."""
 
     num_stages: int
     num_regions: int
 
     def send(self, message: Any, shift: jax.Array, is_back: bool = False) -> Any:
-        """Hand a message to the next stage, `shift` regions on; stage 0 gets zeros.
+        """Send a message to the next stage, `shift` regions on; stage 0 gets zeros.
 
-        Or back to where such a message came from; the last stage then gets zeros.
+        With `is_back`, to the stage and region that such a message came from; the last
+        stage then gets zeros.
         """
         regions = self.num_regions
         stages = self.num_stages
@@ -81,13 +90,13 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class StageCodec:
-    """How activations and their gradients are written between stages.
+    """How activations and their gradients are encoded between stages.
 
     Attributes:
       init: `init(x) -> state`, of float32 or small whole numbers.
       encode: `encode(x, state) -> (message, state)`, static shapes.
       decode: `decode(message) -> x`.
-      num_bytes: `num_bytes(message) -> float32 scalar`, what of it is really sent.
+      num_bytes: `num_bytes(message) -> float32 scalar`, the bytes that are really sent.
     """
 
     init: Callable[[jax.Array], Any]
@@ -98,13 +107,13 @@ class StageCodec:
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """One stage's way to the next through a codec."""
+    """Sends one stage's activations to the next through a codec."""
 
     links: Links
     codec: StageCodec
 
     def init(self, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Return the first state and bytes sent; floats, as cotangents have to be."""
+        """Return the first state and bytes sent; floats, as cotangents must be."""
         return _floats(self.codec.init(jnp.zeros_like(x))), jnp.float32(0)
 
     def __call__(
@@ -116,7 +125,19 @@ class Hop:
         has_sent: jax.Array,
         has_received: jax.Array,
     ) -> tuple[jax.Array, Any, Any]:
-        """Send activations on; their gradients come back the same way."""
+        """Send activations to the next stage; their gradients return the same way.
+
+        Args:
+          x: the activations.
+          ahead: the codec's memory for activations, and the bytes sent.
+          back: the same for gradients.
+          shift: regions to the receiver's.
+          has_sent: whether the activations are of a microbatch, not of an idle tick.
+          has_received: whether those that arrive are.
+
+        Returns:
+          The received activations, and `ahead` and `back` for the next microbatch.
+        """
 
         @jax.custom_vjp
         def hop(x, ahead, back, shift, has_sent, has_received):
@@ -138,7 +159,7 @@ class Hop:
 
             gradient = self.codec.decode(self.links.send(message, shift, is_back=True))
 
-            # Of an idle tick's activations there is none, whatever the codec still had.
+            # An idle tick's activations have no gradient, whatever the codec sent.
             gradient = jnp.where(has_sent, gradient, jnp.zeros_like(gradient))
             nothing = jax.tree.map(jnp.zeros_like, ahead)
             return gradient, nothing, (change, num_bytes + sent), None, None, None

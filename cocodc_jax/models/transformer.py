@@ -178,8 +178,8 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
             hidden_BLD,
             model.output_head(),
             targets_BL,
-            config.loss_chunk_tokens,
-            config.backward,
+            chunk_tokens=config.loss_chunk_tokens,
+            backward=config.backward,
         )
 
         num_tokens = jnp.asarray(targets_BL.size, jnp.float32)

@@ -1,4 +1,4 @@
-"""Children, which end with their parent: one, a group, or regions that live alone."""
+"""Child processes, which end with their parent: one, a group, or separate regions."""
 
 import contextlib
 import ctypes
@@ -24,10 +24,10 @@ _TAIL_LINES = 10
 _POLL_S = 0.1
 _REFUSED = 2
 _STOPPED = 75
-# Lives of a region, one after another, that end badly so soon that none will do better.
+# A region that fails within `_BRIEF_S` so many times in a row is not started again.
 _BRIEF_LIVES = 5
 _BRIEF_S = 60.0
-_FAREWELL_S = 5.0  # for others to fail too, and say why
+_FAREWELL_S = 5.0  # For others to fail too, and report why.
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,11 +40,11 @@ def call(function: Callable[..., int], *arguments: object) -> None:
 
 
 def die_with_parent(parent_pid: int, signal_number: signal.Signals) -> None:
-    """Has the kernel send this process a signal when its parent is gone; Linux only."""
+    """Ask the kernel to signal this process when its parent ends; Linux only."""
     if sys.platform != "linux":
         return
     call(libc.prctl, _PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
-    # For a parent that went before the call, nothing is sent.
+    # If the parent ended before the call, the kernel sends nothing.
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -75,10 +75,16 @@ def run(
     log: pathlib.Path | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run a process to its end, and return its exit code as a shell has it.
+    """Run a process to its end, and return its exit code as a shell reports it.
 
-    A signal to this process is passed on as SIGTERM, the second one as SIGKILL; then
-    this one exits too.
+    The first signal to this process is passed on as SIGTERM, the second one as SIGKILL.
+    When the child has ended, this process exits too.
+
+    Args:
+      command: of the process.
+      env: its environment; None is this process's.
+      log: file for its output; None is this process's output.
+      meanwhile: called again and again while it runs.
     """
     codes: list[int] = []
 
@@ -104,7 +110,7 @@ def run(
 
 @contextlib.contextmanager
 def on_signals(act: Callable[[int], None]) -> Iterator[None]:
-    """Call act(128 + n) on signal n; no exception that could cut a clean-up short."""
+    """Call `act(128 + n)` on signal n, instead of an exception that ends a clean-up."""
     before = {
         number: signal.signal(number, lambda got, _: act(128 + got))
         for number in STOPPING
@@ -117,7 +123,7 @@ def on_signals(act: Callable[[int], None]) -> Iterator[None]:
 
 
 def exit_code(returncode: int) -> int:
-    """Return what a shell would call it: 128 + n after signal n."""
+    """Return the exit code that a shell reports: 128 + n after signal n."""
     return returncode if returncode >= 0 else _SIGNALLED - returncode
 
 
@@ -133,7 +139,7 @@ def how_it_ended(code: int) -> str:
 
 
 def explain(who: str, code: int, log: pathlib.Path | None, tail: bool = True) -> None:
-    """Say on standard error how a child ended, and the last lines of its log."""
+    """Print on standard error how a child ended, and the last lines of its log."""
     where = f"; {log}" if log else ""
     print(f"{who} {how_it_ended(code)}{where}", file=sys.stderr)
     if log and tail:
@@ -142,9 +148,9 @@ def explain(who: str, code: int, log: pathlib.Path | None, tail: bool = True) ->
 
 
 def said(log: pathlib.Path) -> list[str]:
-    """Return the lines of what a child wrote, up to the reason of its end."""
+    """Return the lines of a child's log, up to the reason why it ended."""
     content = read_regular(log).decode(errors="replace")
-    # Where JAX's runtime ends a process, the reason stands above pages of stacks.
+    # If JAX's runtime ends a process, the reason is above pages of stack traces.
     text, *_ = content.split("*** Check failure stack trace")
     return text.splitlines()
 
@@ -167,7 +173,7 @@ class Group:
             process.terminate()
 
     def stop(self, _: int = 0) -> None:
-        """Asks all to end, the second time with force. A signal handler's work."""
+        """Ask all to end; the second call kills them. For a signal handler."""
         self._kill_at_s = time.monotonic() + (0 if self._is_asked else self._grace_s)
         if not self._is_asked:
             for process in self._running.values():
@@ -175,7 +181,7 @@ class Group:
         self._is_asked = True
 
     def wait(self) -> int:
-        """Wait until all have ended; returns the exit code of the first to fail."""
+        """Wait until all have ended; return the exit code of the first to fail."""
         code = 0
         while self._running:
             for number in [n for n, p in self._running.items() if p.poll() is not None]:
@@ -195,13 +201,13 @@ class Group:
         return code
 
     def kill(self) -> None:
-        """End all that still runs."""
+        """Kill all processes that still run."""
         for process in self._running.values():
             process.kill()
 
 
 class Region:
-    """One region's processes; it may be started again, and ends by itself."""
+    """One region's processes, which may be started again after they ended."""
 
     def __init__(
         self, command: Sequence[str], log: pathlib.Path | None, num_processes: int = 1
@@ -230,7 +236,7 @@ class Region:
         started = []
         for number, command in enumerate(commands):
             started.append(start_child(command, log=self._log_of(number), mode="ab"))
-            self.processes = started  # Of the last life if none can be started.
+            self.processes = started  # If none can be started, the last life's stay.
 
     def _log_of(self, process: int) -> pathlib.Path | None:
         log = self._log
@@ -238,15 +244,15 @@ class Region:
 
     @property
     def is_running(self) -> bool:
-        """Whether one of its processes lives."""
+        """Whether any of its processes is running."""
         return any(process.poll() is None for process in self.processes)
 
     @property
     def code(self) -> int | None:
-        """How its last life ended, None while it lives.
+        """The exit code of its last life; None while it runs.
 
-        A process that has ended badly takes the others with it; the code is its own.
-        Those of a region that was asked to stop end by themselves.
+        If a process fails, the others are killed, and the code is that of the process
+        that failed. The processes of a region that was asked to stop end by themselves.
         """
         codes = [process.poll() for process in self.processes]
         if any(code not in (None, 0, _STOPPED) for code in codes):
@@ -256,9 +262,9 @@ class Region:
         return exit_code(codes[_to_blame(codes)] or 0)
 
     def end(self) -> str:
-        """Return how its last life ended: in words, where its output is, the last line.
+        """Return how its last life ended: in words, with its log and the last line.
 
-        Of several processes those are meant that ended badly by themselves.
+        Of several processes, the one that failed by itself counts.
         """
         log = self._log_of(_to_blame([process.poll() for process in self.processes]))
         assert self.code is not None
@@ -282,17 +288,17 @@ class Region:
 
 
 def _to_blame(codes: Sequence[int | None]) -> int:
-    """Return which process ended badly by itself, else one that did, else the first."""
+    """Return which process failed by itself, else one that failed, else the first."""
     bad = [n for n, code in enumerate(codes) if code]
     not_killed = [n for n in bad if codes[n] != -signal.SIGKILL]
     return (*not_killed, *bad, 0)[0]
 
 
 def make_key(workdir: pathlib.Path) -> pathlib.Path:
-    """Make the key that the regions share, unless it is there; return where it is."""
+    """Return the file of the key that the regions share; write one if it is missing."""
     key = workdir / "key"
     workdir.mkdir(parents=True, exist_ok=True)
-    if not key.exists() or not key.stat().st_size:  # Nothing fitted on a full disk.
+    if not key.exists() or not key.stat().st_size:  # Empty: the disk was full.
         with (
             writing(key),
             open(os.open(key, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file,
@@ -302,7 +308,7 @@ def make_key(workdir: pathlib.Path) -> pathlib.Path:
 
 
 def free_addresses(num: int) -> tuple[str, ...]:
-    """Return addresses of this machine that nobody listens on now, all different."""
+    """Return different addresses of this machine on which no process listens now."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(num)]
         for probe in probes:
@@ -317,11 +323,20 @@ def make_regions(
     via: str | None = None,
     num_processes: int = 1,
 ) -> list[Region]:
-    """Make regions that share a key, at free ports of this machine or `via` a store."""
+    """Return regions that share a key and meet at free local ports or `via` a store.
+
+    Args:
+      train: command that trains, without the flags of a region.
+      logs: folder for the key and the regions' logs.
+      num_regions: M.
+      via: address of a store; None is TCP on this machine.
+      num_processes: of each region.
+    """
     shared = ["--exchange=elastic"]
     if not via:
         shared.append(f"--region_addresses={','.join(free_addresses(num_regions))}")
     shared.append(f"--key_file={make_key(logs)}")
+
     flags_and_logs = [
         (f"--region_id={r}", logs / f"region_{r}" / "output.log")
         for r in range(num_regions)
@@ -337,7 +352,13 @@ def wait(
     restarts: Callable[[], bool],
     kill_at_s: Callable[[], float] = lambda: math.inf,
 ) -> int:
-    """Wait until all have ended."""
+    """Wait until all regions have ended; return the exit code of the first to fail.
+
+    Args:
+      regions: which were started.
+      restarts: whether a region that fails is started again now.
+      kill_at_s: the time, by `time.monotonic`, from which regions are killed.
+    """
     ended: dict[int, int] = {}
     begun_s = [time.monotonic()] * len(regions)
     brief = [0] * len(regions)
@@ -358,9 +379,9 @@ def wait(
             else:
                 begun_s[number] = time.monotonic()
                 say(f"region {number} {how_it_ended(code)}; starting it again")
-                with contextlib.suppress(OSError):  # It is tried again.
+                with contextlib.suppress(OSError):  # The loop tries again.
                     region.start()
-                if not restarts():  # Told to stop while it was started.
+                if not restarts():  # A stop was requested meanwhile.
                     region.send(signal.SIGTERM)
 
         if time.monotonic() > kill_at_s():

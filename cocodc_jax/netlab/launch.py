@@ -64,6 +64,7 @@ class _Lab:
         changes = plan.changes_path and plan.changes_path.absolute()
         logdir = plan.logdir.absolute()
         self._told = dataclasses.replace(plan, logdir=logdir, changes_path=changes)
+
         self._selector = selectors.DefaultSelector()
         self._regions: dict[int, subprocess.Popen] = {}  # that run
         self._asked_to_end: set[int] = set()

@@ -1,7 +1,7 @@
-"""How long exchanges of this framework take over a network, and are expected to.
+"""Measured and predicted times of this framework's exchanges over a network.
 
-A vector of float32 crosses between CPU devices of several processes as a fragment does
-in training: averaged by either all-reduce, or gathered.
+A float32 vector crosses between CPU devices of several processes as a fragment does in
+training: averaged by either all-reduce, or gathered.
 """
 
 import functools
@@ -17,7 +17,7 @@ from cocodc_jax.engine.mesh import outer_rows, outer_sharding
 from cocodc_jax.network.collectives import MODELS, collective_cost
 from cocodc_jax.network.links import LinkState
 
-# By the names of the runtime; what `cocodc_jax.network` calls them.
+# From the runtime's names to those of `cocodc_jax.network`.
 COLLECTIVES = {
     "direct": "direct",
     "ring": "gloo",
@@ -27,7 +27,7 @@ COLLECTIVES = {
 
 
 def outer_devices() -> Mesh:
-    """Return an inner mesh of one CPU device a process, which is its outer one too."""
+    """Return a mesh of one CPU device of each process, inner and outer at once."""
     first = {d.process_index: d for d in reversed(jax.devices("cpu"))}
     return mesh.make_mesh(len(first), devices=[first[k] for k in sorted(first)])
 
@@ -54,19 +54,23 @@ def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.A
 
 
 def measure(send: Callable[[], jax.Array], repeats: int, pause_s: float) -> list[float]:
-    """Return the seconds of each exchange, by the clock of this process."""
+    """Return the seconds of each exchange, by this process's clock, after a warm-up."""
     send().block_until_ready()
-    taken = []
+    exchanges_s = []
     for _ in range(repeats):
         time.sleep(pause_s)
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         send().block_until_ready()
-        taken.append(time.perf_counter() - began)
-    return taken
+        exchanges_s.append(time.perf_counter() - start_s)
+    return exchanges_s
 
 
 def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
-    """Predicts the seconds of an exchange."""
+    """Return the predicted seconds of an exchange.
+
+    `predicted_s` is for regions that start it at different times, `at_once_s` for those
+    that start together.
+    """
     kind = COLLECTIVES[name]
     seconds_of, _ = MODELS[kind].exchange(links, kind, num_bytes)
     at_once = max(seconds_of([0.0] * links.num_regions))

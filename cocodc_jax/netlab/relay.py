@@ -85,6 +85,7 @@ class Relay:
             "max_late_s": self._max_late_s,
             **dataclasses.asdict(self._shaper.traffic),
         }
+
         path = self._plan.traffic_path
         partial = path.with_name(f"{path.name}.partial")
         lines = (f'"{name}": {json.dumps(value)}' for name, value in table.items())

@@ -47,14 +47,17 @@ class _Exchange:
         self.delay = state.delay_s.tolist()
         self.line = state.line_bytes_per_s
         self.part = [part_bytes / packets] * packets
+
         self.uplink_free = [-math.inf] * self.num
         self.downlink_free = [-math.inf] * self.num
         self.link_free = [[-math.inf] * self.num for _ in range(self.num)]
+
         self.phase = [-1] * self.num  # that a rank is in; past the last when it is done
         self.left = [0] * self.num  # parts of the phase, to be given or to come
         # (phase, source, target) of which one side is ready.
         self.ready: set[tuple[int, int, int]] = set()
         self.ends_s = [math.inf] * self.num
+
         self.events: list[tuple[Any, ...]] = []
         self.order = itertools.count()
 

@@ -1,8 +1,8 @@
-"""What a method puts on a network: when, how large, and by which way across.
+"""What a method sends over a network: when, how many bytes, and by which collective.
 
-All of it is read off the method itself, a `cocodc_jax.sync.method.Method`. Its way is a
-*crossing*, which gives the cost of one exchange over links as they are at a moment;
-`Cost` is the same over links that change.
+All of it is derived from a `cocodc_jax.sync.method.Method`. A *crossing* gives the cost
+of one exchange over links in a fixed state, a `Cost` that over links that change with
+time.
 """
 
 import collections
@@ -25,7 +25,7 @@ from cocodc_jax.transforms.compressor import identity, message_bytes
 Crossing = Callable[[LinkState, float], CollectiveCost]  # of (links, bytes)
 Cost = Callable[[float, float], CollectiveCost]  # of (seconds, bytes)
 
-# What a message's size is told of: the matrices of a transformer's block and its norms.
+# Message sizes are measured on these shapes: matrices and norms of a transformer block.
 WIDTH = 1024
 BLOCK = {
     "blocks/attention": (4, WIDTH, WIDTH),
@@ -36,16 +36,15 @@ BLOCK = {
 
 
 def schedule_of(method: Method) -> Schedule | None:
-    """Return when a method exchanges something; None if it never does.
+    """Return the schedule of a method's exchanges; None if it has none.
 
-    What is exchanged at every step is one sync of everything at every step, which all
-    wait for.
+    An exchange at every step is a blocking sync of all parameters at every step.
     """
     return staggered(1) if method.per_step else method.schedule
 
 
 def is_gathered(method: Method) -> bool:
-    """Tell whether each region gets every message, rather than their sum."""
+    """Return whether each region receives every message, rather than their sum."""
     if method.per_step:
         return method.per_step.receive is not None
     if method.sync is None or method.schedule is None or method.schedule.is_by_region:
@@ -59,14 +58,14 @@ def is_gathered(method: Method) -> bool:
 def message_share(method: Method) -> float:
     """Return the bytes of one region's message over those of float32 parameters.
 
-    Measured on a block of a transformer, with the first rank where ranks change, and
-    with what moments add on average over the syncs.
+    They are those of a transformer block, with the first rank where ranks change, and
+    include the moments' average over the syncs.
     """
     shapes = {name: jax.ShapeDtypeStruct(s, "float32") for name, s in BLOCK.items()}
     if method.per_step:
         num_bytes = method.per_step.num_bytes(shapes)
     elif method.sync is None or isinstance(method.sync.message, ByRings):
-        return 1.0  # What rings pass on is told by their crossing.
+        return 1.0  # `by_rings` counts what they pass on.
     elif isinstance(method.sync.outer, RegionalOuter):
         compressor = method.sync.message.compressor() or identity()
         num_bytes = method.sync.outer.num_bytes(shapes, compressor)
@@ -83,29 +82,29 @@ def message_share(method: Method) -> float:
 
 
 def own_crossing(method: Method) -> str | Crossing | None:
-    """Return the way of messages that cannot choose one; None if a method's can."""
+    """Return the crossing that the method fixes; None if any collective will do."""
     if method.sync is None:
         return None
     outer = method.sync.outer
     message = method.sync.message
     if method.sync.schedule.is_by_region:
-        return "ring"  # None of them is used.
+        return "ring"  # A placeholder: messages of one region use no collective.
     if isinstance(outer, RegionalOuter) and outer.group != "all":
         return in_pairs if outer.group == "pairs" else to_neighbours
     return by_rings(message.num) if isinstance(message, ByRings) else None
 
 
 def crossing(method: Method, collective: str | None = None) -> str | Crossing:
-    """Return the way of a method's messages, refusing a choice that there is not."""
-    way = own_crossing(method)
-    if way is None:
+    """Return how messages cross; refuse `collective` if the method fixes it."""
+    fixed = own_crossing(method)
+    if fixed is None:
         return collective or ("gather" if is_gathered(method) else "ring")
     if collective is not None:
         raise ValueError(
             f"collective={collective!r} has no meaning for method={method.name!r}, "
             "whose messages have a way of their own; leave it out"
         )
-    return way
+    return fixed
 
 
 def over_time(topology: Topology, crossing: Crossing) -> Cost:
@@ -125,17 +124,25 @@ def over_time(topology: Topology, crossing: Crossing) -> Cost:
 def collective(
     topology: Topology, name: str, order: Sequence[int] | None, num_bytes: float
 ) -> Crossing:
-    """Return a collective among all regions."""
+    """Return the crossing of a collective among all regions.
+
+    Args:
+      topology: of the links between regions.
+      name: of the collective.
+      order: of the regions on the ring; None is the best one for `num_bytes`.
+      num_bytes: of a message.
+    """
     if order is None:
         order = collectives.best_order(topology.at(), name, num_bytes)
     return lambda state, size: collective_cost(state, name, size, order)
 
 
 def in_pairs(state: LinkState, num_bytes: float) -> CollectiveCost:
-    """Return the expected cost of an exchange in pairs (NoLoCo); the slowest counts.
+    """Return the expected cost of an exchange in pairs (NoLoCo).
 
-    The two of a pair send each other `num_bytes`. Each matching of `sync.regions` is
-    drawn equally often, so numbers are means over them.
+    The regions of a pair send each other `num_bytes`, and the slowest pair sets the
+    time. Each matching of `sync.regions` is drawn equally often, so the cost is their
+    mean.
     """
     costs = []
     for partners in matchings(state.num_regions).tolist():
@@ -150,12 +157,12 @@ def in_pairs(state: LinkState, num_bytes: float) -> CollectiveCost:
 
 
 def to_neighbours(state: LinkState, num_bytes: float) -> CollectiveCost:
-    """Return the cost of telling both neighbours on a ring of the regions (lt_admm).
+    """Return the cost of a message to both neighbours on a ring of regions (lt_admm).
 
-    A region's line carries one message after the other, and nobody waits in between.
+    A region's line carries its messages one after the other, without a pause.
     """
     num = state.num_regions
-    steps = {by % num for by in (1, -1)} - {0}  # Of two regions both are one.
+    steps = {by % num for by in (1, -1)} - {0}  # Of two regions, both are the other.
     sends = [(m, (m + by) % num, num_bytes) for by in steps for m in range(num)]
     return cost_of(state, [sends])
 
@@ -187,7 +194,12 @@ def by_rings(num_rings: int) -> Crossing:
 
 
 def answered(region: int, answer_share: float = 1.0) -> Crossing:
-    """Return one region's message to the first region, and the answer back."""
+    """Return the crossing of a region's message to region 0, and its answer.
+
+    Args:
+      region: which sends.
+      answer_share: bytes of the answer over those of the message.
+    """
     if region == 0:
         return lambda state, size: cost_of(state, [])
     return lambda state, size: cost_of(

@@ -66,7 +66,7 @@ class Finding:
     score: float  # The median of their robust z-scores.
 
     def explain(self, regions: tuple[str, ...] = (), unit: str = "s") -> str:
-        """Say it in a line, with the evidence.
+        """Return the finding in words, with the evidence, in one line.
 
         >>> Finding("link", (0, 2), 1.5, 0.5, 40.0).explain()
         'link from region 0 to region 2: 1.5 s, usually 0.5 s (z = 40)'
@@ -80,7 +80,7 @@ class Finding:
                 f"most {self.usual:.3g} {unit}"
             )
 
-        what = {
+        subject = {
             "link": "link from {} to {}",
             "network": "the network",
             "partition": f"the network is cut before {' and '.join(names)}",
@@ -88,7 +88,7 @@ class Finding:
         }.get(self.kind, f"{self.kind} {{}}")
 
         return (
-            f"{what.format(*names)}: {self.seconds:.3g} {unit}, usually "
+            f"{subject.format(*names)}: {self.seconds:.3g} {unit}, usually "
             f"{self.usual:.3g} {unit} (z = {self.score:.3g})"
         )
 

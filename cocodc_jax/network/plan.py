@@ -125,7 +125,14 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
         step_time_s=(job.step_time_s,) * topology.num_regions,
     )
     schedule = adaptive(interval, num, delay, syncs)
-    timeline = simulate(topology, work, schedule, 3 * interval, collective, order)
+    timeline = simulate(
+        topology,
+        work,
+        schedule,
+        num_steps=3 * interval,
+        collective=collective,
+        order=order,
+    )
     usage = timeline.utilization(since_step=interval)
 
     reasons = (
@@ -142,7 +149,15 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
     )
 
     return NetworkPlan(
-        collective, order, num, interval, syncs, delay, sync_s, usage, reasons
+        collective=collective,
+        order=order,
+        num_fragments=num,
+        sync_interval=interval,
+        syncs_per_interval=syncs,
+        delay_steps=delay,
+        sync_time_s=sync_s,
+        utilization=usage,
+        reasons=reasons,
     )
 
 

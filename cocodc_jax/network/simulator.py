@@ -80,7 +80,15 @@ def simulate(
         ends = tuple(num_steps * seconds for seconds in workload.step_time_s)
         marks = ((0, zeros), (num_steps, ends))
         steps_s = workload.step_time_s
-        return Timeline(topology.regions, (), num_steps, steps_s, marks, zeros, zeros)
+        return Timeline(
+            regions=topology.regions,
+            syncs=(),
+            num_steps=num_steps,
+            step_time_s=steps_s,
+            marks=marks,
+            stall_s=zeros,
+            bytes_sent=zeros,
+        )
 
     # The way of all messages, or one for each region that comes alone.
     ways: list[Any] = [collective]
@@ -140,7 +148,9 @@ def simulate_method(
         raise ValueError(f"regions={num} must be {wanted} for method={method.name!r}")
     schedule = exchanges.schedule_of(method)
     way = exchanges.crossing(method, collective)
-    return simulate(topology, workload, schedule, num_steps, way, **settings)
+    return simulate(
+        topology, workload, schedule, num_steps=num_steps, collective=way, **settings
+    )
 
 
 class _Run:
@@ -245,7 +255,14 @@ class _Run:
 
         scale = event.rank / self.first_rank if event.rank else 1.0
         times = self.measured() if self.schedule.is_measured else []
-        flight = Flight(event, channel, times, self.clocks, np.inf, [])
+        flight = Flight(
+            start=event,
+            channel=channel,
+            times=times,
+            left_s=self.clocks,
+            start_s=np.inf,
+            layers=[],
+        )
 
         for layer, num_bytes in self.workload.messages((event.fragment_id,)):
             lead = (1 - FORWARD_SHARE) * layer / self.workload.num_layers
@@ -281,14 +298,14 @@ class _Run:
         sent = [transfer.bytes_sent for _, transfer in flight.layers[::-1]]
         waited_longest = merging & (stall == np.max(stall))
         record = SyncRecord(
-            (flight.start.fragment_id,),
-            flight.start.start_step,
-            step,
-            flight.start_s,
-            flight.arrival_s,
-            float(np.max(self.clocks[waited_longest])),
-            tuple(stall.tolist()),
-            tuple(np.sum(sent, axis=0).tolist()),
+            fragments=(flight.start.fragment_id,),
+            start_step=flight.start.start_step,
+            merge_step=step,
+            start_s=flight.start_s,
+            arrival_s=flight.arrival_s,
+            merge_s=float(np.max(self.clocks[waited_longest])),
+            stalls_s=tuple(stall.tolist()),
+            bytes_sent=tuple(np.sum(sent, axis=0).tolist()),
         )
         self.records.append(record)
 

@@ -168,14 +168,17 @@ class _State:
         self._links = links
         self._is_fixed = is_fixed
         self._shuffler = random.Random(seed)
+
         self.now_s = 0.0
         self.finished_s: list[float] = []
         self.moves: list[Move] = []
         self.num_served = [0] * len(swarm.batch_s)
+
         self._coming = [0] * len(swarm.batch_s)
         self._home = {i: s for s, sites in enumerate(swarm.stages) for i in sites}
         self._sites = [_Site(i, s) for i, s in sorted(self._home.items())]
         self._waiting: list[list[_Batch]] = [[] for _ in swarm.stages]
+
         self._events: list[tuple[float, int, Callable, tuple[Any, ...]]] = []
         self._ids = itertools.count()
 

@@ -159,6 +159,7 @@ class Timeline:
         delays = [sync.merge_step - sync.start_step for sync in self.syncs]
         flights = [sync.arrival_s - sync.start_s for sync in self.syncs]
         compute_s = self.num_steps * max(self.step_time_s)
+
         return {
             "steps": self.num_steps,
             "sim_s": self.sim_s,

@@ -202,6 +202,7 @@ class RegionProgram(SyncProgram):
         assert self.method.sync is not None
         interval = self.method.sync.schedule.sync_interval
         missing = set(range(len(self.fragments)))
+
         while missing or state.step < rounds * interval:
             num_steps = self.steps_to_event(state) or 0
             of_steps = jax.tree.map(

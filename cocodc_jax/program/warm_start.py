@@ -104,7 +104,13 @@ class Adoption:
         elif state.sync is not None:
             self._lost["outer model"] = "the method has none"
 
-        adopted = TrainState(region, sync, state.step, state.bytes_sent, fresh.frozen)
+        adopted = TrainState(
+            region=region,
+            sync=sync,
+            step=state.step,
+            bytes_sent=state.bytes_sent,
+            frozen=fresh.frozen,
+        )
         return Adopted(adopted, self._kept, self._lost)
 
     def _with_trained(self, state: TrainState) -> RegionState:
@@ -123,6 +129,7 @@ class Adoption:
         sync = state.sync
         if sync is None or not self._is_same_schedule:
             return False
+
         like = self._new.abstract(sync.schedule).sync
         assert like is not None
         if self._num_new != self._num_old or not self._is_same_cut:
@@ -254,7 +261,7 @@ class Adoption:
             return transfer.move(old, shardings)
 
         self._kept[name] = f"the mean of {self._num_old} regions"
-        loaded = transfer.out_of_host_memory(old)
+        loaded = transfer.to_device_memory(old)
         average = functools.partial(jax.tree.map, mean_over_all)
         mean = jax.jit(average, out_shardings=inside(loaded))(loaded)
         mean = transfer.move(mean, inside(fresh))
@@ -344,7 +351,7 @@ class Adoption:
         states = old.opt_states
         if len(self._old.shardings.channels) > 1:  # Joined in one program.
             states = transfer.move(states, self._old.shardings.channels[0].host)
-        states = transfer.out_of_host_memory(states)
+        states = transfer.to_device_memory(states)
         cut_states = recut(states, self._old.fragments, self._new.fragments)
         if cut_states is None:
             self._lost["outer optimizer"] = "its state is not one of fragments"

@@ -606,4 +606,6 @@ def _check_method(method: Method) -> None:
         reason = "it corrects every gradient; use synchronized or RegionProgram"
 
     if reason is not None:
-        raise ValueError(f"method={method.name!r} is none for RegionSync: {reason}")
+        raise ValueError(
+            f"method={method.name!r} cannot be used with RegionSync: {reason}"
+        )

@@ -84,8 +84,8 @@ class Layout:
     def first(self, arrays: Leaves) -> Leaves:
         """Return a copy of the first region's arrays on the engine's mesh, `[...]`.
 
-        Where leaves have no axis of regions: of this program's region, which must be
-        equal to all others.
+        If leaves have no region axis, copy this program's region; it must equal the
+        others.
         """
         shardings = {
             path: NamedSharding(self.mesh, spec) for path, spec in self.specs.items()

@@ -119,7 +119,13 @@ def eval_curve(runs: Sequence[Run]) -> Curve:
 
     loss = table("eval_loss")
     sent = table("bytes_sent_per_region")
-    return Curve(np.array(steps), sent.mean(0), loss.mean(0), loss.min(0), loss.max(0))
+    return Curve(
+        steps=np.array(steps),
+        bytes_sent=sent.mean(0),
+        mean=loss.mean(0),
+        low=loss.min(0),
+        high=loss.max(0),
+    )
 
 
 def steps_to_loss(
@@ -136,6 +142,7 @@ def steps_to_loss(
     """
     if isinstance(curve, Run):
         curve = curve.losses_by("step")
+
     before = None
     for step, loss in curve:
         if loss <= target:

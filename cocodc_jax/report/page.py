@@ -186,6 +186,7 @@ def _settings(settings: Mapping[str, Mapping[str, str]]) -> str:
     lines = ["<table>", "<thead>", "<tr>", '<th scope="col">run</th>']
     lines += [f'<th scope="col">{head}</th>' for head in heads]
     lines += ["</tr>", "</thead>", "<tbody>"]
+
     for name, values in settings.items():
         lines += ["<tr>", f'<th scope="row">{html.escape(name)}</th>']
         lines += [
@@ -193,6 +194,7 @@ def _settings(settings: Mapping[str, Mapping[str, str]]) -> str:
             for head, value in zip(heads, values.values(), strict=True)
         ]
         lines.append("</tr>")
+
     return "\n".join([*lines, "</tbody>", "</table>"])
 
 

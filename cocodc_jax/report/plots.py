@@ -203,6 +203,7 @@ def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
     ends = [(curve.mean[-1] - low) / (high - low) for curve in curves.values()]
     heights = spread(ends, gap=0.06)
     shades = palette.colors(curves)
+
     for index, (name, curve) in enumerate(curves.items()):
         axes.annotate(
             f"{name} {curve.mean[-1]:.3f}",

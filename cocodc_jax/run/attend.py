@@ -81,11 +81,11 @@ class Watch:
         stall_s = clock.stall_s - self._stall_s
         self._stall_s = clock.stall_s
         self._writer.write_timing(
-            clock.step,
-            clock.wall_s,
-            clock.tokens_per_second,
-            stall_s,
-            mfu(clock.tokens_per_second, self._peak),
+            step=clock.step,
+            wall_s=clock.wall_s,
+            tokens_per_second=clock.tokens_per_second,
+            stall_s=stall_s,
+            mfu=mfu(clock.tokens_per_second, self._peak),
         )
 
 

@@ -127,16 +127,22 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
 
     models.check_divisible(
         model,
-        run.data_axis,
-        run.model_axis,
-        run.stages,
-        run.sequence_axis,
-        run.expert_axis,
+        data=run.data_axis,
+        model=run.model_axis,
+        stages=run.stages,
+        sequence=run.sequence_axis,
+        expert=run.expert_axis,
     )
     losses.subspace_of(run, model)
     if run.is_pipelined:
         batch = config.data.batch_per_region
-        models.check_pipeline(model, run.stages, run.microbatches, batch, run.data_axis)
+        models.check_pipeline(
+            model,
+            stages=run.stages,
+            microbatches=run.microbatches,
+            batch=batch,
+            data=run.data_axis,
+        )
 
 
 def init_params(
@@ -235,7 +241,14 @@ def build_program(
     mesh: Mesh,
     place: Place | None = None,
 ) -> cc.RegionProgram:
-    """Return the method around the model's loss; compiles nothing."""
+    """Build the program that trains the model by the run's method; compiles nothing.
+
+    Args:
+      config: of the run.
+      model: the model with the vocabulary of its corpus.
+      mesh: of the regions' devices.
+      place: of an elastic region; None for others.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnevenFragmentsWarning)
         return _program(config, model, mesh, place)
@@ -253,19 +266,28 @@ def _program(
     method = config.method.build()
     layout = losses.layout(config.run, mesh)
     model = losses.with_kernels(
-        config, model, method, mesh.devices.flat[0], layout is not None
+        config=config,
+        model=model,
+        method=method,
+        device=mesh.devices.flat[0],
+        is_divided=layout is not None,
     )
     subspace = losses.subspace_of(config.run, model)
     optimizer, user_inputs = training_parts(
-        model, method, config.optimizer, config.run.steps, layout, subspace
+        model=model,
+        method=method,
+        inner=config.optimizer,
+        steps=config.run.steps,
+        layout=layout,
+        subspace=subspace,
     )
 
     return cc.RegionProgram(
-        losses.make(own_part(config, place), model, method, mesh),
-        optimizer,
-        method,
-        shapes,
-        config.run.unequal(config.data.batch_per_region),
+        loss_fn=losses.make(own_part(config, place), model, method, mesh),
+        optimizer=optimizer,
+        method=method,
+        params=shapes,
+        regions=config.run.unequal(config.data.batch_per_region),
         mesh=mesh,
         param_specs=models.partition_specs(
             shapes,

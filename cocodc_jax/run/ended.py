@@ -43,6 +43,7 @@ def result_of_others(session: "Session") -> Ended | None:
     region = gather(_finished(session))[0]
     if region is None:
         return None
+
     folder = _folder_of(session, region)
     with Checkpoints(folder / CHECKPOINTS) as saved:
         restored = saved.restore(session.program, session.config.run.steps)
@@ -65,6 +66,7 @@ def _finished(session: "Session") -> int | None:
     assert place is not None
     if session.bucket is not None or place.num_regions == 1:
         return None
+
     steps = session.config.run.steps
     finished = []
     for region in range(place.num_regions):
@@ -77,6 +79,7 @@ def _finished(session: "Session") -> int | None:
         if has_result and _is_of_this_run(session.config, folder):
             if finished_summary(folder / SUMMARY_FILE, steps) is not None:
                 finished.append(region)
+
     return finished[0] if finished else None
 
 

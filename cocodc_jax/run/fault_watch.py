@@ -58,7 +58,9 @@ class FaultWatch:
         ]
         findings = [x for x in findings if set(x.where) <= set(present)]
         findings += [
-            Finding("gone", (region,), np.inf, 0.0, np.inf)
+            Finding(
+                kind="gone", where=(region,), seconds=np.inf, usual=0.0, score=np.inf
+            )
             for region in sorted(self._seen - set(present))
         ]
         named: dict[tuple, Finding] = {(x.kind, x.where): x for x in findings}
@@ -78,7 +80,14 @@ class FaultWatch:
         silent = {}
         for region, (seconds, usual) in silences.items():
             ratio = seconds / usual if usual else np.inf
-            silent[region] = Finding("silent", (region,), seconds, usual, ratio)
+            silent[region] = Finding(
+                kind="silent",
+                where=(region,),
+                seconds=seconds,
+                usual=usual,
+                score=ratio,
+            )
+
         self._report_changes(self._silent, silent)
         self._silent = silent
 
@@ -100,12 +109,13 @@ class FaultWatch:
         for key in sorted(before.keys() - now.keys()):
             self._report("ends", before[key])
 
-    def _report(self, what: str, finding: Finding) -> None:
+    def _report(self, change: str, finding: Finding) -> None:
         units = {"slow": "s a step", "silent": "s"}
         text = finding.explain(unit=units.get(finding.kind, "s a message"))
+
         fragment, start_step = self._last
         line = {
-            "fault": what,
+            "fault": change,
             "kind": finding.kind,
             "where": finding.where,
             "fragment": fragment,
@@ -115,7 +125,8 @@ class FaultWatch:
             "score": finite_or_none(finding.score),
             "time": time.time(),
         }
+
         with contextlib.suppress(OSError):  # The link's thread goes on.
             append_line(self._path, line)
-        say(f"fault {what} at the sync of step {start_step}: {text}")
-        self._observe(what == "begins", finding, text)
+        say(f"fault {change} at the sync of step {start_step}: {text}")
+        self._observe(change == "begins", finding, text)

@@ -150,6 +150,7 @@ def _config_of(workdir: pathlib.Path) -> TrainConfig:
     paths = [path for path in paths if path.is_file()]
     if not paths:
         raise ValueError(f"workdir={str(workdir)!r} has no {CONFIG_FILE} of a run")
+
     try:
         config = TrainConfig.from_json(read_table(paths[0]))
         if config.run.exchange == "elastic":

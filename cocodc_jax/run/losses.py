@@ -33,11 +33,11 @@ def make(
         routed = run.regions if run.random_routing else None
         loss_fn = models.make_pipelined_loss_fn(
             model,
-            run.stages,
-            run.microbatches,
-            routed,
-            subspace_of(run, model),
-            run.stage_codec,
+            num_stages=run.stages,
+            num_microbatches=run.microbatches,
+            num_routed_regions=routed,
+            subspace=subspace_of(run, model),
+            codec=run.stage_codec,
         )
     else:
         loss_fn = _plain(model, layout(run, mesh), run.accumulate_steps)
@@ -91,7 +91,9 @@ def axes(run: RunConfig, steps: tuple[int, ...] = ()) -> models.Layout:
     """Return the mesh axes over which a region's devices share its work."""
     expert = EXPERT if run.expert_axis > 1 else None
     sequence = SEQUENCE if run.sequence_axis > 1 else None
-    return models.Layout(DATA, MODEL, steps, sequence, expert)
+    return models.Layout(
+        data=DATA, model=MODEL, steps=steps, sequence=sequence, expert=expert
+    )
 
 
 def torus_steps(mesh: Mesh) -> tuple[int, ...]:
@@ -151,12 +153,12 @@ def with_kernels(
 
     return models.attention.choose(
         dataclasses.replace(model, backward=backward, expert_dispatch=dispatch),
-        device.platform,
-        config.data.sequence_length,
-        is_divided,
-        needs_forward_mode,
-        config.run.sequence_axis,
-        models.attention.head_width_of(device),
+        platform=device.platform,
+        length=config.data.sequence_length,
+        is_divided=is_divided,
+        needs_forward_mode=needs_forward_mode,
+        sequence_axis=config.run.sequence_axis,
+        most_head_width=models.attention.head_width_of(device),
     )
 
 

@@ -215,6 +215,7 @@ def keep_for_python(stdout: Any) -> None:
     """
     if stdout is None or stdout is not sys.__stdout__ or stdout.fileno() != 1:
         return  # Closed, or captured.
+
     stdout.flush()
     sys.stdout = os.fdopen(
         os.dup(1),
@@ -223,6 +224,7 @@ def keep_for_python(stdout: Any) -> None:
         errors=stdout.errors,
         buffering=1 if stdout.line_buffering else -1,
     )
+
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
@@ -316,6 +318,7 @@ def check_alike(config: dict[str, Any]) -> None:
         for name in sorted(first.keys() | theirs.keys())
         if first.get(name) != theirs.get(name)
     ]
+
     if differences:
         raise ValueError(
             f"the processes do not run the same: {'; '.join(differences)}; start all "

@@ -204,10 +204,12 @@ class Session:
             None if self.place else self.config.run.regions,
             self.peak_tokens_per_second,
         )
+
         schedule = self.program.method.schedule
         delay_steps = None
         if schedule is not None and not schedule.is_measured:
             delay_steps = schedule.delay_steps
+
         return self.monitoring.watching(
             live,
             str(self.workdir),

@@ -185,7 +185,7 @@ def _unit(x: jax.Array, length: jax.Array) -> jax.Array:
 
 
 def shares_of(finite: jax.Array) -> jax.Array:
-    """Return float32 `[..., 2]`: whether a region counts, and whether it does not.
+    """Return float32 `[..., 2]`: [1, 0] for a region that counts, else [0, 1].
 
     Their weighted sums over regions are the `shares` of `rescaled`.
     """
@@ -193,10 +193,13 @@ def shares_of(finite: jax.Array) -> jax.Array:
 
 
 def rescaled(sums: PyTree, shares: jax.Array) -> PyTree:
-    """Return weighted sums of which some regions were left out, as those of weight 1.
+    """Rescale weighted sums that leave regions out, so that their weights add up to 1.
 
-    `shares` `[2]` are the weights in the sum, and those left out. Sums without any are
-    NaN. If no region was left out, nothing changes, not by a bit.
+    If no region was left out, the result is bitwise the same. If all were, it is NaN.
+
+    Args:
+      sums: over regions.
+      shares: `[2]`, the weight of the regions in the sums, and of those left out.
     """
     factor = jnp.where(shares[1] > 0, 1 / shares[0], 1)
     return jax.tree.map(lambda x: x * factor.astype(x.dtype), sums)

@@ -66,19 +66,22 @@ def cut(
 
     Args:
       params: tree of arrays or `jax.ShapeDtypeStruct`s (shapes are enough).
-      num_fragments: K, at least 1 and at most the number of blocks, if they have that
-        name or `blocks` is given; else of units (of tensors for "balanced_tensors").
+      num_fragments: K, at least 1. At most the number of blocks if `blocks` is given or
+        a path has a part `blocks`, else of units; of tensors for "balanced_tensors".
       strategy: one of `STRATEGIES`, or "routers".
       blocks: name of the path part below which blocks are, either numbered or stacked
         along an axis, or the common prefix of numbered names (`layer` of `layer_0`,
         `layer_1`); None finds them, see `stacks`.
-      layer_axis: axis of stacked layers in one region's leaves, 0 or more; None takes
-        0, or 1 where all leaves of a stack have one length there and not along 0.
+      layer_axis: axis of stacked layers in one region's leaves, 0 or more. None: axis 1
+        if all leaves of a stack have one length along it and not along axis 0, else 0.
 
     >>> layer = {"w": jnp.zeros((2, 2))}
     >>> params = {"params": {f"layer_{i}": layer for i in range(4)}}
-    >>> [list(part) for part in map(cut(params, 2).take, [params] * 2, range(2))]
-    [['params/layer_0/w', 'params/layer_2/w'], ['params/layer_1/w', 'params/layer_3/w']]
+    >>> fragments = cut(params, 2)
+    >>> list(fragments.take(params, 0))
+    ['params/layer_0/w', 'params/layer_2/w']
+    >>> list(fragments.take(params, 1))
+    ['params/layer_1/w', 'params/layer_3/w']
     """
     check_choice("fragment_strategy", strategy, (*STRATEGIES, ROUTERS))
     _check_layer_axis(layer_axis)
@@ -190,7 +193,15 @@ def _slice(
     if rows is not None:
         size = size // leaf.shape[axis] * len(rows)
     num_bytes = size * jnp.dtype(leaf.dtype).itemsize
-    return LeafSlice(path, index, rows, size, num_bytes, axis)
+
+    return LeafSlice(
+        path=path,
+        leaf=index,
+        rows=rows,
+        num_params=size,
+        num_bytes=num_bytes,
+        axis=axis,
+    )
 
 
 def _cut_experts(params: PyTree, units: list[_Unit], num_fragments: int) -> Fragments:
@@ -242,7 +253,9 @@ def _cut_experts(params: PyTree, units: list[_Unit], num_fragments: int) -> Frag
         slices = []
         for i, axis in expert_axes.items():
             path, leaf = leaves[i]
-            slices.append(_slice(path, i, leaf, tuple(range(first, end)), axis))
+            slices.append(
+                _slice(path, i, leaf, rows=tuple(range(first, end)), axis=axis)
+            )
         groups.append(tuple(slices))
     return Fragments(jax.tree.structure(params), tuple(groups))
 
@@ -285,7 +298,9 @@ def _units(params: PyTree, blocks: str | None, layer_axis: int | None) -> list[_
                 f"holds {length} blocks along axis {axis}; say another by layer_axis="
             )
         for row in range(length):
-            slices[rank, stack, row].append(_slice(path, index, leaf, (row,), axis))
+            slices[rank, stack, row].append(
+                _slice(path, index, leaf, rows=(row,), axis=axis)
+            )
 
     return [
         _Unit(tuple(slices[unit]), is_block=unit[2] >= 0) for unit in sorted(slices)

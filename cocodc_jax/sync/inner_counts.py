@@ -1,7 +1,7 @@
 """Counts of steps and updates in an inner optimizer's state.
 
-A schedule of a learning rate has its position in the optimizer's state. Inside of an
-accumulation of k gradients it is a number of updates, else one of steps.
+A learning-rate schedule keeps its position in the optimizer's state. Inside of an
+accumulation of k gradients it counts updates, elsewhere steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,14 @@ PyTree = Any
 
 
 class Schedule(NamedTuple):
-    """A type of state that has a schedule's position: its field, and the first one."""
+    """Where a type of state has a schedule's position."""
 
-    field: str
-    first: int = 0
+    field: str  # Of the state.
+    first: int = 0  # The position at step 0.
 
 
-# By type, as Optax does not export all of them. Only counts of nothing but a schedule.
+# By the type's name, as Optax does not export all types. Only those whose count is that
+# of a schedule alone.
 SCHEDULED = {
     "ScaleByScheduleState": Schedule("count"),
     "WrappedScheduleState": Schedule("count"),
@@ -43,35 +44,32 @@ def at_steps(
     periods: Sequence[int | None],
     put: Callable[[np.ndarray, Any], Any],
 ) -> PyTree:
-    """Return an optimizer's state with its counts as they are after some steps.
+    """Return an optimizer's state with its counts set to those after some steps.
 
-    These are the counts of schedules, of updates, and of steps up to the next update.
-    Moments and the counts of their bias correction stay, and so do counts inside of an
-    accumulation of unknown length.
+    Set are the positions of schedules, the updates of accumulations, and their steps
+    since the last update. Moments and the counts of their bias correction stay, and so
+    do counts inside of an accumulation of unknown length.
 
     Args:
       state: of the optimizer, with or without a region axis.
       steps: int scalar or `[R]`, calls of the optimizer.
       periods: `Accumulation.periods` of the optimizer.
-      put: `(count, old count) -> count` in the form of the state.
+      put: `(count, old count) -> count`, with the old count's dtype and sharding.
     """
 
     def count(spot: Spot) -> Any:
         old = getattr(spot.node, spot.field)
-        period = spot.period
-
-        above = spot.above
-        if period is None or above is None:
+        if spot.period is None or spot.outer_period is None:
             return old
 
         kind = kind_of(spot.node)
         accumulator = ACCUMULATORS.get(kind)
         if accumulator is None:
-            return put(steps // above + SCHEDULED[kind].first, old)
+            return put(steps // spot.outer_period + SCHEDULED[kind].first, old)
         if spot.field == accumulator.updates:
-            return put(steps // period, old)
+            return put(steps // spot.period, old)
 
-        return put(steps % period // above, old)
+        return put(steps % spot.period // spot.outer_period, old)
 
     return _with_counts(count, state, periods)
 
@@ -90,60 +88,67 @@ def with_counts(state: PyTree, counted: PyTree) -> PyTree:
 
 
 class Spot(NamedTuple):
-    """A count in an optimizer's state.
+    """A count in an optimizer's state."""
 
-    `period` is the number of steps between updates of the node, if it accumulates, and
-    `above` that of what contains it; both are None if not known.
-    """
-
-    node: Any
-    field: str
-    period: int | None
-    above: int | None
+    node: Any  # The state that has it.
+    field: str  # Of the node.
+    # Steps between two updates inside of the node; if it does not accumulate, as below.
+    period: int | None  # None is unknown.
+    outer_period: int | None  # Steps between two calls of the node; None is unknown.
 
 
 def _with_counts(
     count_of: Callable[[Spot], Any], state: PyTree, periods: Sequence[int | None] = ()
 ) -> PyTree:
     """Replace every count of schedules and accumulations, in a fixed order."""
-    numbered = iter(periods)
+    remaining_periods = iter(periods)
 
-    def walk(tree: PyTree, above: int | None) -> PyTree:
-        return jax.tree.map(lambda x: one(x, above), tree, is_leaf=_has_counts)
+    def replace_in(tree: PyTree, outer_period: int | None) -> PyTree:
+        return jax.tree.map(
+            lambda node: replace(node, outer_period), tree, is_leaf=_has_counts
+        )
 
-    def one(node: Any, above: int | None) -> Any:
+    def replace(node: Any, outer_period: int | None) -> Any:
         if not _has_counts(node):
             return node
+        if accumulates(node):
+            return replace_in_accumulation(node, outer_period)
+        return replace_in_schedule(node, outer_period)
 
-        kind = kind_of(node)
-        accumulator = ACCUMULATORS.get(kind)
+    def replace_in_schedule(node: Any, outer_period: int | None) -> Any:
+        changes = {
+            name: replace_in(getattr(node, name), outer_period) for name in node._fields
+        }
+        field = SCHEDULED[kind_of(node)].field
+        changes[field] = count_of(Spot(node, field, outer_period, outer_period))
+        return node._replace(**changes)
 
-        period = above
-        if accumulator is None:
-            fields = [SCHEDULED[kind].field]
-        else:
-            period = next(numbered, None)
-            if above is None:
-                period = None
-            elif period is not None:
-                period = max(period, above)
-
-            fields = [accumulator.counter]
-            if accumulator.updates is not None:
-                fields.append(accumulator.updates)
+    def replace_in_accumulation(node: Any, outer_period: int | None) -> Any:
+        accumulator = ACCUMULATORS[kind_of(node)]
+        period = _longer(next(remaining_periods, None), outer_period)
 
         changes = {}
         for name in node._fields:
-            inside = above
-            if accumulator is not None:
-                inside = period if name in accumulator.inside else None
-            changes[name] = walk(getattr(node, name), inside)
+            # Outside of the accumulator's optimizer nothing is known of a count.
+            period_inside = period if name in accumulator.inside else None
+            changes[name] = replace_in(getattr(node, name), period_inside)
 
-        for name in fields:
-            changes[name] = count_of(Spot(node, name, period, above))
+        fields = [accumulator.counter]
+        if accumulator.updates is not None:
+            fields.append(accumulator.updates)
+        for field in fields:
+            changes[field] = count_of(Spot(node, field, period, outer_period))
+
         return node._replace(**changes)
 
-    return walk(state, 1)
+    return replace_in(state, 1)
+
+
+def _longer(period: int | None, other: int | None) -> int | None:
+    """Return the longer of two periods; None, unknown, if either is."""
+    if period is None or other is None:
+        return None
+    return max(period, other)
 
 
 def has_counts(state: PyTree) -> bool:

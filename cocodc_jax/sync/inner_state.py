@@ -132,10 +132,10 @@ def merge_opt_state(
     new_params: PyTree,
     on_merge: OnMerge | None = None,
 ) -> PyTree:
-    """Do to an inner optimizer's state what a merge does to the parameters.
+    """Apply a merge's change of the parameters to an inner optimizer's state.
 
-    `RegionProgram` and `synchronized` call it themselves. Call it where you replace the
-    parameters behind an optimizer, see the module for what it does.
+    `RegionProgram` and `synchronized` call it themselves. Call it where your own code
+    replaces the parameters between two updates. The module says what it changes.
 
     Args:
       opt_state: of one region, or of R regions with leaves `[R, ...]`.
@@ -160,8 +160,7 @@ def merge_opt_state(
         for field in MOVES.get(kind, ()):
             copy = getattr(node, field)
             if copy is not None:
-                what = f"{kind}.{field}"
-                moved = _moved(copy, old_params, new_params, what)
+                moved = _moved(copy, old_params, new_params, f"{kind}.{field}")
                 node = node._replace(**{field: moved})
 
         if kind in LINE_SEARCHES:
@@ -191,8 +190,11 @@ def _is_hole(x: Any) -> bool:
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def _moved(copy: PyTree, old: PyTree, new: PyTree, what: str) -> PyTree:
-    """Add new minus old parameters to a copy, which may have masked leaves."""
+def _moved(copy: PyTree, old: PyTree, new: PyTree, field: str) -> PyTree:
+    """Add new minus old parameters to a copy, which may have masked leaves.
+
+    `field` is its name in errors.
+    """
 
     def add(x: Any, before: PyTree, after: PyTree) -> Any:
         if _is_hole(x):
@@ -207,7 +209,7 @@ def _moved(copy: PyTree, old: PyTree, new: PyTree, what: str) -> PyTree:
             raise ValueError("other shapes")
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the inner optimizer's {what} is a copy of the parameters in another "
+            f"the inner optimizer's {field} is a copy of the parameters in another "
             "structure, so a merge cannot move it; leave out what changes their "
             "structure before it (such as optax.flatten inside of a mask)"
         ) from error

@@ -188,8 +188,8 @@ class Compressed(Message):
                 "messages are not sparse; pass robust_mean='clip'"
             )
 
-        is_untold = self.by.is_sparse and not isinstance(self.by, SparseCompressor)
-        if self.mean_over == "senders" and is_untold:
+        hides_entries = self.by.is_sparse and not isinstance(self.by, SparseCompressor)
+        if self.mean_over == "senders" and hides_entries:
             raise ValueError(
                 f"sparse_mean='senders' needs messages that tell which entries they "
                 f"have, and those of compress={self.by.name!r} do not; pass 'all'"
@@ -217,7 +217,13 @@ class Compressed(Message):
         """Return the mean over all, or entry by entry over those that sent it."""
         over_all = self.mean_over == "all"
         if self.clip or (not over_all and isinstance(self.by, SparseCompressor)):
-            return average_duplicates(messages, self.by, weights, self.clip, over_all)
+            return average_duplicates(
+                messages=messages,
+                compressor=self.by,
+                weights=weights,
+                clip=self.clip,
+                over_all=over_all,
+            )
         return super().combine(messages, weights)
 
 

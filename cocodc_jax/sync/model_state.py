@@ -110,10 +110,10 @@ def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossF
     return without
 
 
-def _two(result: Any, must: str, what: str = "it returned") -> tuple[Any, Any]:
+def _two(result: Any, must: str, subject: str = "it returned") -> tuple[Any, Any]:
     """Return a loss function's result, or a part of it, if it is a pair."""
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise ValueError(f"loss_fn {must}, but {what} {result!r}")
+        raise ValueError(f"loss_fn {must}, but {subject} {result!r}")
     return result
 
 
@@ -127,7 +127,7 @@ def _checked(
     _two(
         rest,
         f"of a model with a model_state {must}",
-        what="the second of what it returned is",
+        subject="the second of what it returned is",
     )
     aux, new_state = rest
 

@@ -73,6 +73,7 @@ class Moments:
             and getattr(schedule, "phase_steps", 0) == 0
         )
         waits_for_all = not (schedule.is_by_region or schedule.is_measured)
+
         if not (is_whole and has_one_slot and waits_for_all):
             raise ValueError(
                 f"sync_moments={self.first},{self.second} goes with syncs of the whole "

@@ -330,7 +330,7 @@ def nesterov(
 def nesterov_sgd(
     outer_lr: float | jax.Array, outer_momentum: float | jax.Array
 ) -> optax.GradientTransformation:
-    """Make the optimizer of `nesterov` alone."""
+    """Return the Optax optimizer that `nesterov` uses."""
     check_outer(outer_lr, outer_momentum)
     # A traced momentum of 0 keeps a trace too.
     has_trace = not is_number(outer_momentum) or outer_momentum > 0

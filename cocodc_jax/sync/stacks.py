@@ -11,18 +11,18 @@ A subtree named `blocks` (the models of this package) always counts. Otherwise l
 are searched from the root downwards. Numbered and named ones count if most of them have
 the same structure: at least two, and at least half of them, with leaves of the same
 names. So an encoder and a decoder are not a stack of two layers, but each contains one.
-A stacked subtree must have a name of one (`layers`, `blocks`, `stack`, `scan`), several
-leaves, and among them one of three axes: by shapes alone the heads of an attention
-would look like layers. Its layers are along the first of the two axes that has one
-length in all leaves. What was found is logged once, at the level INFO; `blocks` and
-`layer_axis` of `cut` override it.
+A stacked subtree must be named as one (`layers`, `blocks`, `stack`, `scan`) and have
+several leaves, at least one of them with three axes: by shapes alone the heads of an
+attention would look like layers. Its layers are along the first of the two axes that
+has one length in all leaves. The stacks are logged once, at the level INFO; `blocks`
+and `layer_axis` of `cut` override them.
 """
 
 import functools
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from cocodc_jax.transforms.layers import BLOCKS, STACKED, number_below
@@ -38,10 +38,10 @@ _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 class Place(NamedTuple):
     """The layer of a leaf."""
 
-    stack: str  # Path of the stack; for named layers their common name.
-    # Its number; None for a leaf that holds all layers along one of its axes.
+    stack: str  # Path of the stack; for named layers with their common name.
+    # The layer's number; None for a leaf that holds all layers along `axis`.
     layer: int | None
-    axis: int = 0  # That axis.
+    axis: int = 0
 
 
 # Axes along which a stack may have its layers, unless the user says another one.
@@ -88,7 +88,7 @@ def _say(stacks: tuple[tuple[str, int], ...]) -> None:
 def _called(
     name: str, shapes: dict[Path, tuple], axes: Sequence[int]
 ) -> dict[Path, Place]:
-    """Find what is below a path part of that name: numbered, else stacked."""
+    """Find the leaves below a path part of that name: numbered, else stacked."""
     places = {}
     stacked: dict[str, list[Path]] = {}
     for path in shapes:
@@ -129,17 +129,17 @@ def _look(
     for path in below:
         if len(path) > depth + 1:  # A single leaf is not a layer.
             children.setdefault(path[depth], []).append(path)
-    families: dict[str, dict[int, str]] = {}
-    for child in children:
-        stem, number = _split(child)
-        if number is not None:
-            families.setdefault(stem, {})[number] = child
+    families = _families(children)
+
+    # All layers in each leaf.
     is_list = "" in families
     if root and not is_list:
         axis = _stack_axis(root[-1], [shapes[path] for path in below], axes)
         if axis is not None:
             yield from ((path, Place("/".join(root), None, axis)) for path in below)
             return
+
+    # Numbered or named layers.
     for stem, members in families.items():
         if not _are_layers([children[child] for child in members.values()], depth + 1):
             continue
@@ -147,8 +147,24 @@ def _look(
         for number, child in members.items():
             for path in children.pop(child):
                 yield path, Place(stack, number)
+
+    # Stacks further below.
     for child, paths in children.items():
         yield from _look(shapes, (*root, child), paths, axes)
+
+
+def _families(children: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Group the names that end in a number by what comes before it.
+
+    >>> _families(["layer_0", "layer_1", "head"])
+    {'layer': {0: 'layer_0', 1: 'layer_1'}}
+    """
+    families: dict[str, dict[int, str]] = {}
+    for child in children:
+        stem, number = _split(child)
+        if number is not None:
+            families.setdefault(stem, {})[number] = child
+    return families
 
 
 def _split(part: str) -> tuple[str, int | None]:

@@ -1,4 +1,7 @@
-"""Non-finite values end a run, or restore a region; a finite loss can hide them."""
+"""Checks for non-finite values, which end a run or restore a region.
+
+A finite loss does not rule them out.
+"""
 
 import contextlib
 from typing import NoReturn
@@ -43,27 +46,27 @@ class FiniteWatch:
             if len(left_out) == self._program.regions.num:
                 reasons = [f"region {m}: {reason}" for m, reason in left_out.items()]
                 why = ", ".join(reasons)
-                what = f"no message of fragment {k} was fit for a mean ({why})"
-                self.stop(what, sync.apply_step, "all regions")
+                fault = f"no message of fragment {k} was fit for a mean ({why})"
+                self.stop(fault, sync.apply_step, "all regions")
 
         ratios = sync.metrics.get("correction_ratio")
         if ratios is not None and sync.verdict is None:
             (bad,) = np.nonzero(~np.isfinite(transfer.local_rows(ratios)))
             if len(bad):
                 region = transfer.first_local_row(ratios) + int(bad[0])
-                what = f"correction_ratio of fragment {k} is not finite"
-                self.stop(what, sync.apply_step, region)
+                fault = f"correction_ratio of fragment {k} is not finite"
+                self.stop(fault, sync.apply_step, region)
 
         if not np.isfinite(float(sync.norm)):
             finite = np.asarray(self._program.finite_regions(state))
             where = "the mean of all regions"  # Which may be merged in all of them.
             if 0 < sum(finite) < len(finite):
                 where = int(finite.argmin())
-            what = f"pseudo_gradient_norm of fragment {k} is not finite"
-            self.stop(what, sync.apply_step, where)
+            fault = f"pseudo_gradient_norm of fragment {k} is not finite"
+            self.stop(fault, sync.apply_step, where)
 
     def restored(self, state: TrainState) -> TrainState:
-        """Restore, or refuse, non-finite parameters."""
+        """Restore regions whose parameters are not finite, or end the run."""
         is_bad = ~np.asarray(self._program.finite_regions(state))
         (bad,) = np.nonzero(is_bad)
         if not len(bad):
@@ -72,11 +75,17 @@ class FiniteWatch:
             return self._program.restore_regions(state, is_bad)
         self.stop("a parameter is not finite", state.step, int(bad[0]))
 
-    def stop(self, what: str, step: int, where: int | str) -> NoReturn:
-        """End the run, naming the checkpoint to go back to."""
+    def stop(self, fault: str, step: int, where: int | str) -> NoReturn:
+        """Raise the error that ends the run; it names the checkpoint to go back to.
+
+        Args:
+          fault: what is not finite, in words.
+          step: after which.
+          where: index of the region, or words for several.
+        """
         saved = None
         if self._checkpoints:
-            with contextlib.suppress(CheckpointError):  # That one is not the last good.
+            with contextlib.suppress(CheckpointError):  # It failed: an earlier one is.
                 self._checkpoints.wait()
             saved = self._checkpoints.latest_step
 
@@ -85,7 +94,7 @@ class FiniteWatch:
         last_good = "there is none" if saved is None else f"step {saved}"
         place = f"region {where}" if isinstance(where, int) else where
         error = NonFiniteLossError(
-            f"{what} at step {step} in {place}; last good checkpoint: {last_good}. "
+            f"{fault} at step {step} in {place}; last good checkpoint: {last_good}. "
             "Lower inner_lr or outer_lr, or clip gradients (grad_clip)"
         )
         error.step = step

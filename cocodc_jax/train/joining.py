@@ -102,6 +102,7 @@ def adopt(
             compressors=program.compressors_of(has_compressors, schedule.rank),
             in_flight=flights,
         )
+
         return dataclasses.replace(
             state, sync=sync, step=copy.step, bytes_sent=copy.header["bytes_sent"]
         )
@@ -137,7 +138,14 @@ def adopt(
 
     flights = {}
     for sync in sorted(abstract.in_flight):  # In the order of `copy_of`.
-        flights[sync] = _flight(program, state, sync, abstract, copy, frames)
+        flights[sync] = _flight(
+            program=program,
+            state=state,
+            sync=sync,
+            abstract=abstract,
+            copy=copy,
+            frames=frames,
+        )
     if next(frames, None) is not None:
         raise ValueError("the copy has more arrays than this program's state")
     return with_outer(state, flights)

@@ -303,15 +303,21 @@ class _Loop:
             if mean_params is None or not program.are_equal(mean_params, outer_params):
                 outer_loss = float(evaluate(outer_params, *model_state))
 
-        for what, value, where in (
+        for name, value, where in (
             ("eval_loss", loss, "the mean of all regions"),
             ("eval_loss_outer", outer_loss, "the outer parameters"),
             ("region_drift", drift, "the mean of all regions"),
         ):
             if not np.isfinite(value):
-                self._finite.stop(f"{what} is {value}", state.step, where)
+                self._finite.stop(f"{name} is {value}", state.step, where)
 
-        self._records.evaluation(state.step, state.bytes_sent, loss, outer_loss, drift)
+        self._records.evaluation(
+            step=state.step,
+            bytes_sent=state.bytes_sent,
+            loss=loss,
+            loss_outer=outer_loss,
+            drift=drift,
+        )
         self._free_s = time.perf_counter()  # Not training time.
         return state
 

@@ -1,4 +1,4 @@
-"""What a region reports to the others after its events, and whom it lets in."""
+"""A region's reports to the others after its events, and the admission of regions."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.core.state import AppliedSync, PyTree, TrainState, landed
-from cocodc_jax.elastic import inside
-from cocodc_jax.elastic.link import LeftBehindError, Link
+from cocodc_jax.elastic.link import LeftBehindError
 from cocodc_jax.elastic.messages import Mark
 from cocodc_jax.engine.digests import Marker
+from cocodc_jax.engine.elastic_exchange import ProcessLink
 from cocodc_jax.engine.sync_program import SyncProgram
 from cocodc_jax.train import joining
 
@@ -19,33 +19,31 @@ class Reporter:
     """Reports a region's progress over one link.
 
     Attributes:
-      missed: the regions that the last change of view has lost.
-      shared: the last outer parameters in common with them; None if none is missed.
+      missed: regions that left with the last change of view.
+      shared: the last outer parameters in common with them; None if `missed` is empty.
     """
 
-    def __init__(
-        self, program: SyncProgram, link: Link | inside.Speaker | inside.Listener
-    ):
+    def __init__(self, program: SyncProgram, link: ProcessLink):
         self._program = program
         self._link = link
         self._view = link.view
         self.missed: frozenset[int] = frozenset()
         self.shared: PyTree = None
-        # With late merges, regions take the same outer steps at different times.
+        # With late merges, regions take equal outer steps at different times.
         self._compares = link.place.late_mean == "wait"
         self._marker = Marker()
 
     def report(self, state: TrainState, syncs: Sequence[AppliedSync] = ()) -> None:
-        """Report how far this region is, and let in the regions that wait.
+        """Report this region's progress, and admit the regions that wait.
 
         Args:
           state: after the events of its step.
-          syncs: those that were merged since the last report. Regions compare what
-            their outer models were after them.
+          syncs: those that were merged since the last report. Regions compare their
+            outer models after these.
 
         Raises:
           LeftBehindError: if the others went on without this region, or its outer model
-            is not theirs; `state` of the error is what it carries.
+            differs from theirs; `state` of the error is what the region carries on.
           SupersededError: if this region was started again elsewhere.
         """
         assert state.sync is not None
@@ -57,7 +55,7 @@ class Reporter:
         try:
             waiting = self._link.at(oldest, marks)
         except LeftBehindError as error:
-            # If it leads the run again, the others receive no mean of this link.
+            # If this region leads the run again, no mean of this link reaches others.
             flights = {k: landed(x) for k, x in state.sync.in_flight.items()}
             sync = dataclasses.replace(state.sync, in_flight=flights)
             state = dataclasses.replace(state, sync=sync)
@@ -71,7 +69,7 @@ class Reporter:
             self._link.let_in(region, boot, copy, oldest)
 
     def mark(self, state: TrainState, syncs: Sequence[AppliedSync]) -> Sequence[Mark]:
-        """Return what outer fragments were after earlier syncs; waits for nothing."""
+        """Return marks of outer fragments after earlier syncs, without waiting."""
         assert state.sync is not None
         last = {sync.fragment_id: sync.start_step for sync in syncs}
         for k, start_step in last.items():
@@ -81,8 +79,8 @@ class Reporter:
     def note_shared(self, state: TrainState) -> None:
         """Keep the last outer parameters that both parts of a cut network share.
 
-        Those are from the end of the turn in which the regions of the other part were
-        missed; it is not yet known which part goes on.
+        They are those at the end of the turn in which the other part's regions were
+        first missed. Which part goes on is not known yet.
         """
         assert state.sync is not None
         before = self._view

@@ -100,7 +100,15 @@ class Spikes:
             if sum(self._high[i]) >= PATIENCE and not self._is_on[i]:
                 self._is_on[i] = True
                 spike_loss = float(loss) if math.isfinite(loss) else None
-                spikes.append(Spike(step, first_region + i, spike_loss, usual, score))
+                spikes.append(
+                    Spike(
+                        step=step,
+                        region=first_region + i,
+                        loss=spike_loss,
+                        usual=usual,
+                        score=score,
+                    )
+                )
 
             self._is_on[i] &= any(self._high[i])
         return spikes

@@ -347,7 +347,7 @@ def check_floats(name: str, tree: Any) -> None:
 
 
 def check_compressor(argument: str, value: Any) -> None:
-    """Refuse what is none, such as a name, or a factory that was not called."""
+    """Raise ValueError unless `value` is a `Compressor`."""
     if not isinstance(value, Compressor):
         raise ValueError(
             f"{argument}={value!r} must be a Compressor, as quantize.int8() or "

@@ -187,9 +187,9 @@ def torch_diloco(case: Case) -> Turn:
                 optimizer.step()
 
         with torch.no_grad():
-            ends = zip(*map(jax.tree.leaves, regions), strict=True)
-            for old, new in zip(leaves, ends, strict=True):
-                old.grad = old - torch.stack(new).mean(0)
+            region_leaves = map(jax.tree.leaves, regions)
+            for outer_leaf, *local_leaves in zip(leaves, *region_leaves, strict=True):
+                outer_leaf.grad = outer_leaf - torch.stack(local_leaves).mean(0)
             outer_optimizer.step()
             for region in regions:
                 jax.tree.map(lambda x, new: x.copy_(new), region, outer)

@@ -120,17 +120,24 @@ class Report:
         return line
 
     def _entries(self, column: Column | None) -> list[str]:
+        """Return the entries of a cell's column, see `OF_A_COLUMN`."""
         if column is None:
             return ["-"] * len(OF_A_COLUMN)
         if column.diverged:
             seeds = ", ".join(map(str, column.diverged))
             return [f"diverged (seed {seeds})", "-", "-"]
 
-        loss = _shown(column.loss, "{:.3f}".format) + "*" * column.chosen_here
-        against = _shown(difference(column, self.target), "{:+.3f}".format)
+        loss = _shown(column.loss, "{:.3f}".format)
+        if column.chosen_here:
+            loss += "*"
+
+        against = "reference"
+        if column is not self.target:
+            against = _shown(difference(column, self.target), "{:+.3f}".format)
+
         return [
-            loss + self._otherwise(column),
-            "reference" if column is self.target else against,
+            loss + self._unusual_extent(column),
+            against,
             _shown(steps_to(column, self.target), "{:.0f}".format),
         ]
 
@@ -142,8 +149,8 @@ class Report:
         extents = (column.extent for column in (self.target, *self._every()))
         return next(filter(None, extents), (0, 0))
 
-    def _otherwise(self, column: Column) -> str:
-        """Return the steps and seeds of a column where they are not the usual ones."""
+    def _unusual_extent(self, column: Column) -> str:
+        """Return a column's steps and seeds; "" if they are the usual ones."""
         extent = column.extent
         if extent is None or column.diverged or extent == self._usual():
             return ""
@@ -153,28 +160,35 @@ class Report:
         """Return the report as text."""
         table = markdown_table(self.heads(), self.lines())
         steps, seeds = self._usual()
-        are_alike = not any(map(self._otherwise, self._every()))
-        has_two = bool(self.reference_from) or TUNED in self._columns()
-        which = f", {self.reference_column}" if has_two else ""
-        source = f", of {self.reference_from}" if self.reference_from else ""
-
         if not seeds:
             return f"Every run diverged.\n\n{table}\n\nBy `{command}`.\n"
+
         note = (
             f"Loss after {_count(steps, 'step')}, nats per token of held-out text, "
             f"mean of {_count(seeds, 'seed')} with its 95 % interval (Student)"
-            f"{'' if are_alike else ', but where other numbers stand beside it'}. "
-            "The reference is "
-            f"{self.reference.label}{which}{source}; differences from it are "
+        )
+        if any(map(self._unusual_extent, self._every())):
+            note += ", but where other numbers stand beside it"
+        note += (
+            f". The reference is {self._reference_in_words()}; differences from it are "
             "of the same seeds, pairwise, and steps are those to its last loss with "
             "the same seed. In bold: nothing has less loss for at most as many bytes."
         )
-        if "*" in table.replace("**", ""):
+        if any(x.chosen_here and not x.diverged for x in self._every()):
             note += " *: chosen by these very seeds, so too good."
 
         return (
             f"{note}\n\n{table}\n\n![The frontier](frontier.png)\n\nBy `{command}`.\n"
         )
+
+    def _reference_in_words(self) -> str:
+        """Return the reference's cell, with its column and file if these may differ."""
+        words = self.reference.label
+        if self.reference_from or TUNED in self._columns():
+            words += f", {self.reference_column}"
+        if self.reference_from:
+            words += f", of {self.reference_from}"
+        return words
 
     def figure(self) -> Any:
         """Return the plot of the frontier."""

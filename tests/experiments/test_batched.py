@@ -184,7 +184,7 @@ def test_numbers_of_every_method_are_inputs_unless_it_trains_alone(name):
     assert (why is not None) == (name in ALONE)
 
     if why is not None:
-        assert f"method={name!r} is none for synchronized" in why
+        assert f"method={name!r} cannot be used with synchronized" in why
         return
 
     program = make_trials(run_config, False)

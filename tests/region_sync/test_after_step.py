@@ -272,7 +272,7 @@ def test_a_merge_gets_the_trainers_batch_and_moments():
 def test_methods_that_need_more_than_parameters_are_refused(method, message):
     params = {"w": jnp.ones((2, 4))}
     with pytest.raises(
-        ValueError, match=f"none for RegionSync: .*{re.escape(message)}"
+        ValueError, match=f"cannot be used with RegionSync: .*{re.escape(message)}"
     ):
         cc.RegionSync(method, params, 2)
 

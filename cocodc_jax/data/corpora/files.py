@@ -64,8 +64,10 @@ def list_text_files(
 
         paths_in_root = [root] if is_file else list(walk(root, refuse))
         if not paths_in_root:
-            what = "holds no readable file" if os.path.isdir(root) else "does not exist"
-            raise ValueError(f"dataset='text:...': {root} {what}")
+            fault = (
+                "holds no readable file" if os.path.isdir(root) else "does not exist"
+            )
+            raise ValueError(f"dataset='text:...': {root} {fault}")
 
         base = root.parent if is_file else root
         for path in paths_in_root:

@@ -101,9 +101,10 @@ class RowDocuments(Documents):
 def open_hf_set(folder: str, config: DataConfig) -> Corpus:
     """Open a folder of rows, or one file of them.
 
-    Files with `train` in their name or in a folder's are trained on, or all where none
-    has. Validation documents are those of files that say `validation`, `valid`, `val`
-    or `dev`, else `test`, or else a share of the documents by a hash of their text.
+    Train on files with `train` in their name or folder; if there are none, on all.
+    Validate on files with `validation`, `valid`, `val` or `dev`; if there are none, on
+    those with `test`; if there are none either, on a share of the documents, chosen by
+    a hash of their text.
     """
     listed = _find(expanded(folder, f"dataset='hf:{folder}'"))
     paths = [_unpacked(file.path, cache_dir(config.data_dir)) for file in listed]
@@ -150,11 +151,11 @@ def _find(root: pathlib.Path) -> list[_ListedFile]:
 
     if not rows:
         kinds = sorted({"".join(path.suffixes[-2:]) or path.name for path in files})
-        what = f"only {', '.join(kinds[:8])}" if files else "nothing at all"
+        content = f"only {', '.join(kinds[:8])}" if files else "nothing at all"
         if not (is_file or is_folder):
-            what = "as it is not there"
+            content = "as it is not there"
         raise RecordError(
-            f"dataset='hf:{root}' has no file of {', '.join(_KNOWN)}, {what}"
+            f"dataset='hf:{root}' has no file of {', '.join(_KNOWN)}, {content}"
         )
 
     # A file that is named by itself is trained on, whatever its name.

@@ -69,6 +69,7 @@ def co2(
     """
     check_outer(outer_lr, outer_momentum)
     check_positive("momentum_clip", momentum_clip)
+
     is_measured = staleness_gap == "measured"
     sync = Sync(
         schedule=schedules.one_step_stale(sync_interval),

@@ -49,7 +49,8 @@ Halvings, their rounding up and the weights of tensors in r' are ours.
 Differs from the paper: there AdamW's state and the outer momentum are both divided over
 a region's pipeline stages; here the latter is with `outer_placement="divided"`.
 Defaults: published H 125, r 64 (1.3B) or 2048 (107B); here H 125, r 64, r_min 4, and
-eta 0.4, mu 0.5, ours (0.7 and 0.9 one round late diverge on a quadratic).
+eta 0.4, mu 0.5, ours (0.7 and 0.9 one round late diverge on a quadratic). At 0.13M
+parameters mu 0 ended 0.13 nats lower than mu 0.5 (docs/results/claims.md).
 Measured here: docs/results/methods.md (r 16).
 """
 
@@ -89,6 +90,7 @@ def dilocox(
       outer_placement: "host", or "divided" over the devices of each region.
     """
     check_at_least("min_rank", min_rank, 1)
+
     schedule: schedules.Schedule = schedules.one_step_stale(sync_interval)
     message: Message = Compressed(_low_rank_int4(rank))
     if adaptive_rank:
@@ -96,6 +98,7 @@ def dilocox(
         message = Ranked(_low_rank_int4, _resize, rank)
     if sum_factors:
         message = SummedFactors(rank, adaptive_rank)
+
     sync = Sync(
         schedule=schedule,
         outer=nesterov(outer_lr, outer_momentum).placed(outer_placement),

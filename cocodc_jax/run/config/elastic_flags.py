@@ -66,6 +66,7 @@ class ElasticFlags:
             seconds = getattr(self, name)
             if not 0 < seconds < float("inf"):
                 raise ValueError(f"{name}={seconds} must be above 0")
+
         check_least(self, 1, "max_behind_syncs")
         check_choices(self, on_fault=ON_FAULT)
         if not 3 * self.beat_s <= self.dead_after_s < float("inf"):

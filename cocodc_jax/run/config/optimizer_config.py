@@ -150,6 +150,7 @@ def check_taken(
             f"sign_lr_fraction={arguments['sign_lr_fraction']} has no meaning for "
             "methods that do not step by a sign; leave it out"
         )
+
     taken = {name for optimizer in optimizers for name in _GOES_BY[optimizer]}
     for name in (*_OF_ADAM, *_SLOW):
         if name in arguments and name not in taken:

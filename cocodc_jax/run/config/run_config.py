@@ -277,6 +277,7 @@ def _numbers(name: str, text: str, count: int, kind: Callable) -> tuple:
         values = tuple(kind(part) for part in text.split(","))
     except ValueError:
         values = ()
+
     if len(values) != count:
         raise ValueError(
             f"{name}={text!r} must be {count} numbers separated by commas, one for "

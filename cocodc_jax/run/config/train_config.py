@@ -158,7 +158,7 @@ class TrainConfig:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a field; one that is no leaf is a name, or derived."""
+    """Return the kind of a field; FREE for one without a flag, as the preset's name."""
     return LEAVES[name].kind if name in LEAVES else Kind.FREE
 
 

@@ -24,8 +24,8 @@ from cocodc_jax.sync.schedules.base import (
     Pending,
     Schedule,
     ScheduleState,
-    check_whole_fields,
     nothing,
+    set_whole_fields,
 )
 
 
@@ -46,7 +46,7 @@ class Asynchronous(Schedule):
     is_by_region = True
 
     def __post_init__(self):
-        check_whole_fields(self, sync_interval=1)
+        set_whole_fields(self, sync_interval=1)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Asynchronous:
         """Return the schedule for these regions; see `Schedule.bind`."""

@@ -296,11 +296,20 @@ def replaced(values: tuple, index: int, value: Any) -> tuple:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def check_whole_fields(schedule: Schedule, **least: int) -> None:
-    """Refuse fields that are not whole or too small; make the others Python's `int`.
+def set_whole_fields(schedule: Schedule, **least: int) -> None:
+    """Convert integer fields to Python's `int`; refuse others, and those too small.
 
-    An integer of NumPy is not written to JSON, and passes for a traced number.
+    NumPy's integers cannot be written to JSON, and `is_number` takes them for traced
+    values. For the `__post_init__` of a frozen schedule.
+
+    Args:
+      schedule: whose fields are set.
+      **least: the lowest value of each field, by its name.
+
+    Raises:
+      ValueError: if a field is not a whole number or is below its lowest value.
     """
     for name, lowest in least.items():
-        check_at_least(name, getattr(schedule, name), lowest)
-        object.__setattr__(schedule, name, operator.index(getattr(schedule, name)))
+        value = getattr(schedule, name)
+        check_at_least(name, value, lowest)
+        object.__setattr__(schedule, name, operator.index(value))

@@ -41,8 +41,8 @@ from cocodc_jax.sync.schedules.base import (
     Observe,
     Pending,
     Schedule,
-    check_whole_fields,
     nothing,
+    set_whole_fields,
 )
 from cocodc_jax.sync.schedules.slotted import (
     Slotted,
@@ -101,7 +101,7 @@ class Measured(Schedule):
         longest = self.base.longest_delay if fixed else self.sync_interval
         if self.measures_delay:
             check_at_least("max_delay_steps", self.delay_steps, 1)
-        check_whole_fields(self, delay_steps=0, window=1)
+        set_whole_fields(self, delay_steps=0, window=1)
 
         if self.measures_delay and self.delay_steps > longest:
             raise ValueError(
@@ -263,6 +263,7 @@ def staggered(
         slot_steps=even_slots(sync_interval, num_fragments),
         phase_steps=phase_steps,
     )
+
     if not is_measured:
         return base
     return Measured(base, sync_interval if max_delay_steps is None else max_delay_steps)

@@ -27,8 +27,8 @@ from cocodc_jax.sync.schedules.base import (
     Pending,
     Schedule,
     ScheduleState,
-    check_whole_fields,
     nothing,
+    set_whole_fields,
 )
 from cocodc_jax.transforms.numerics import check_at_least
 
@@ -59,7 +59,7 @@ class RankedRounds(Schedule):
     needs = frozenset({"effective_rank"})
 
     def __post_init__(self):
-        check_whole_fields(self, sync_interval=1, window=1)
+        set_whole_fields(self, sync_interval=1, window=1)
         object.__setattr__(self, "ranks", tuple(map(operator.index, self.ranks)))
 
     @property
@@ -76,7 +76,13 @@ class RankedRounds(Schedule):
         first = self.ranks[0]
         steps = self.sync_interval
         flying = (Pending(0, 0, step + steps, rank=first),)
-        return RankedState(step, flying, (step or -1,), first, steps)
+        return RankedState(
+            step=step,
+            in_flight=flying,
+            last_start=(step or -1,),
+            sent_rank=first,
+            round_steps=steps,
+        )
 
     def steps_of(self, rank: int) -> int:
         """Return H_t, the steps of a round that hides a message of this rank."""

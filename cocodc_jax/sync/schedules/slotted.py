@@ -34,8 +34,8 @@ from cocodc_jax.sync.schedules.base import (
     Pending,
     Schedule,
     ScheduleState,
-    check_whole_fields,
     nothing,
+    set_whole_fields,
 )
 from cocodc_jax.transforms.numerics import check_at_least
 
@@ -55,7 +55,7 @@ class Slotted(Schedule):
     phase_steps: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
-        check_whole_fields(
+        set_whole_fields(
             self,
             num_fragments=1,
             sync_interval=1,
@@ -126,7 +126,13 @@ class Slotted(Schedule):
         state, event = self.arrive(state, step)
         if event is not None or step <= 0 or step != self.next_slot(step - 1):
             return state, event
-        return self.leave(state, step, observe, self.delay_steps, self.slot_steps)
+        return self.leave(
+            state,
+            step,
+            observe,
+            delay_steps=self.delay_steps,
+            slot_steps=self.slot_steps,
+        )
 
     def leave(
         self, state: Any, step: int, observe: Observe, delay_steps: int, slot_steps: int
@@ -225,7 +231,11 @@ class OneStepStale(Staggered):
             rest = tuple(p for p in state.in_flight if p.apply_step > step)
             free = dataclasses.replace(state, in_flight=rest)
             after, event = self.leave(
-                free, step, observe, self.delay_steps, self.slot_steps
+                free,
+                step,
+                observe,
+                delay_steps=self.delay_steps,
+                slot_steps=self.slot_steps,
             )
             if event is not None:
                 flying = (*due, *after.in_flight)

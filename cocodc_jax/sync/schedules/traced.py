@@ -45,9 +45,17 @@ def first_times(schedule: Slotted) -> Times:
     apply_step = np.full(schedule.num_fragments, _NEVER, np.int32)
     for pending in schedule.init().in_flight:  # Zero messages.
         apply_step[pending.fragment_id] = pending.apply_step
+
     never = jnp.full(len(apply_step), _NEVER, jnp.int32)
     none = jnp.zeros(len(apply_step), jnp.int32)
-    return Times(never, jnp.asarray(apply_step), none, none, none.astype(jnp.float32))
+
+    return Times(
+        last_start=never,
+        apply_step=jnp.asarray(apply_step),
+        interval=none,
+        observed_interval=none,
+        norm=none.astype(jnp.float32),
+    )
 
 
 def is_slot(schedule: Slotted, step: jax.Array) -> jax.Array:
@@ -83,14 +91,17 @@ def leaving(
     fragment_ids = np.arange(len(num_params))
     free = times.apply_step <= step  # An arrival frees it.
     open_to = is_slot(schedule, step) & free
+
     if not isinstance(schedule, Adaptive):
         return open_to & (
             schedule.slot(cast(Any, step)) % len(fragment_ids) == fragment_ids
         )
+
     chosen = schedule.forced(jnp, free, times.last_start, step, schedule.slot_steps)
     size = np.array(num_params, np.float32)
     scores = schedule.scores(jnp, times, size, step, observe)
     best = highest(jnp, free, times.last_start, scores)
+
     return open_to & (
         jnp.where(chosen < len(fragment_ids), chosen, best) == fragment_ids
     )
