@@ -103,14 +103,14 @@ def heloco(
         dynamic_steps=dynamic_steps,
     )
     optimizer = heloco_optimizer(
-        outer_lr,
-        outer_momentum,
+        learning_rate=outer_lr,
+        momentum=outer_momentum,
         keep_cosine=keep_cosine,
         removal_rate=removal_rate,
         turn_rate=turn_rate,
         confidence_scale=confidence_scale,
         max_removal=max_removal,
-        arrival_weight=arrival_weight,
+        weight=arrival_weight,
     )
 
     outer = SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum))

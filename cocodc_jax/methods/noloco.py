@@ -80,16 +80,16 @@ def noloco(
     check_at_least("pair_seed", pair_seed, 0)
     if pair_pull is None:
         pull = outer_lr
-        source = f"outer_lr={outer_lr}, which is pair_pull if that is left out,"
+        name = f"outer_lr={outer_lr}, which is pair_pull if that is left out,"
     else:
         check_number("pair_pull", pair_pull)
         pull = pair_pull
-        source = f"pair_pull={pair_pull}"
+        name = f"pair_pull={pair_pull}"
 
     limit = 2 * (1 - outer_momentum**2)
     if is_number(pull * limit) and not 0 < pull < limit:  # Arrays are not checked.
         raise ValueError(
-            f"{source} must be above 0 and below 2 (1 - outer_momentum^2) = {limit:.4g} "
+            f"{name} must be above 0 and below 2 (1 - outer_momentum^2) = {limit:.4g} "
             f"with outer_momentum={outer_momentum}, or regions drift apart"
         )
 
