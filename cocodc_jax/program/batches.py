@@ -1,11 +1,12 @@
 """Place batches of a scan, `[T, R, B, ...]`, on a mesh, and scan over them.
 
-On a CPU, compiling inner steps takes as long as hundreds of them. Every length of a
-`lax.scan` is a separate program, and events, evaluations and checkpoints cut a run into
-many lengths: eight with H 100, N 8, tau 5 and an evaluation at every 25th step. A loop
-whose number of steps is an argument is one program for all of them. Its inputs, if
-small, are padded to a multiple of `LENGTH_BUCKET`; the padding is never read. On
-accelerators scans keep their lengths: the compiler may plan transfers with them.
+On a CPU, compiling the inner steps takes as long as running hundreds of them. Every
+length of a `lax.scan` is a separate program, and events, evaluations and checkpoints
+cut a run into many lengths: eight with H 100, N 8, tau 5 and an evaluation at every
+25th step. A loop whose number of steps is an argument is one program for all lengths.
+Its inputs, if small, are padded to a multiple of `LENGTH_BUCKET`; the padding is never
+read. On accelerators scans have a static length, which the compiler may use to plan
+transfers.
 """
 
 import functools
@@ -34,8 +35,8 @@ def scan(
 ) -> tuple[PyTree, PyTree]:
     """Run `jax.lax.scan` over the first `num_steps` of `xs`, leaves `[room, ...]`.
 
-    `num_steps` is an int32 scalar, at most `room`; None runs all with `lax.scan`. The
-    outputs of steps are padded with zeros.
+    `num_steps` is an int32 scalar, at most `room`; None runs all with `lax.scan`.
+    Outputs beyond `num_steps` are zeros.
     """
     if num_steps is None:
         return jax.lax.scan(step, state, xs)
@@ -88,7 +89,7 @@ def padded(xs: PyTree, num_steps: int) -> PyTree:
 class Batches:
     """Places batches on the mesh, B over the axes of `batch_axes`.
 
-    If it `pads` them, the number of real steps is passed along, see above.
+    If it `pads` them, the program receives the number of real steps, see the module.
     """
 
     def __init__(self, mesh: Mesh, num_regions: int, pads: bool):
@@ -103,7 +104,7 @@ class Batches:
 
     @functools.cached_property
     def own_regions(self) -> int:
-        """Number of regions that this process has a part of."""
+        """Number of regions that this process computes at least a part of."""
         process = jax.process_index()
         axis = self._mesh.axis_names.index(REGION)
         shards = np.moveaxis(self._mesh.devices, axis, 0)
@@ -117,7 +118,7 @@ class Batches:
         return check_batches(batches, self._num_regions, self.own_regions)
 
     def put(self, batches: PyTree) -> PyTree:
-        """Place host batches: full rows of the regions that a process has a part of."""
+        """Place host batches, which have full rows of this process's regions."""
 
         def put_leaf(x: Any) -> jax.Array:
             sharding = self._sharding(np.ndim(x))
@@ -130,9 +131,9 @@ class Batches:
     def for_steps(self, batches: PyTree) -> tuple[PyTree, Any]:
         """Return batches in the form that the inner steps take, or their shapes.
 
-        On a single device, host batches are passed straight to the program, which takes
-        a fifth of the time of placing them first. `jax.transfer_guard` would reject
-        that implicit transfer, so with a guard they are placed.
+        On a single device, host batches are passed directly to the program, which takes
+        a fifth of the time of placing them first. If `jax.transfer_guard` forbids that
+        implicit transfer, they are placed.
         """
         leaves = jax.tree.leaves(batches)
         if isinstance(leaves[0], jax.ShapeDtypeStruct):
@@ -174,7 +175,7 @@ class Batches:
 
 
 def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
-    """Refuse batches whose second axis is not the regions, and return T."""
+    """Return T; raise ValueError if the second axis of batches is not the regions."""
     named = named_leaves(batches)
     if not named:
         raise ValueError("batches has no arrays; give leaves [T, R, B, ...]")
@@ -216,9 +217,9 @@ def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
 
 
 def _is_on_mesh(leaf: Any) -> bool:
-    """Return whether a leaf has all regions' rows, whatever the number of processes.
+    """Return whether a leaf has the rows of all regions, not of this process's alone.
 
-    So it is if it is sharded over devices of several processes, or only a shape.
+    It has if it is sharded over devices of several processes, or is only a shape.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return True

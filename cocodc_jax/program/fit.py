@@ -42,7 +42,7 @@ def _kinds(tree: PyTree, lead: int) -> dict[str, str]:
 def at_step(
     opt_state: PyTree, steps_done: np.ndarray, accumulation: Accumulation = NONE
 ) -> PyTree:
-    """Set the step counts of an optimizer's schedules, and nothing else.
+    """Set the step counts of an optimizer's schedules; change nothing else.
 
     Moments and the counts of their bias correction stay. Inside of an accumulation of k
     gradients (`optax.MultiSteps`) a schedule counts updates, so it is set to 1 / k of
@@ -64,9 +64,9 @@ def at_step(
 
 
 def mean_over_all(x: jax.Array) -> jax.Array:
-    """Average over the leading region axis; of counters take the maximum.
+    """Average over the leading region axis.
 
-    Of PRNG keys take the first.
+    The result is the maximum for counters, and the first for PRNG keys.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x[0]
@@ -86,7 +86,7 @@ def recut(
     """Join the states of fragments and cut them as `new` does.
 
     Subtrees shaped like a fragment (a dict of its paths) are joined to a tree like the
-    parameters. Of other leaves, such as counters, the maximum is taken.
+    parameters. Other leaves, such as counters, become their maximum over the fragments.
     """
     flat_states = []
     for state, slices in zip(states, old.slices, strict=True):

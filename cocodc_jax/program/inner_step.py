@@ -1,9 +1,9 @@
 """Inner steps: each region trains independently, in one scan under `shard_map`.
 
 The program is manual over the region axis, and all inputs and outputs are regional. So
-with `check_vma=False` no gradient is summed over regions (with types on, gradients of
-*replicated* parameters are), and losses and optimizers that were not written for
-varying types can be traced (`optax.MultiSteps` makes plain zeros in one branch of a
+`check_vma=False` sums no gradient over regions; with varying types, gradients of
+*replicated* parameters are summed. It also traces losses and optimizers that were not
+written for varying types (`optax.MultiSteps` makes plain zeros in one branch of a
 `lax.cond`). The only collective is that of methods which exchange at every step.
 """
 
@@ -68,7 +68,7 @@ def make_steps(
     averages_state = bool(
         are_several and per_step and model_state and model_state.average
     )
-    # Several regions at once are a batch, and of several devices the compiler decides.
+    # Regions in one batch need no reordering; on several devices the compiler decides.
     is_alone = local.size == 1 and mesh.size == mesh.shape[REGION]
 
     def of_device(
@@ -206,9 +206,9 @@ def _scan_of_one_region(
 ) -> tuple[PyTree, PyTree]:
     """Scan over the steps of a block of one region, without that axis in the carry.
 
-    With it, a new array is needed in two shapes: by the carry, and by who reads it in
-    the same step, as the update of the parameters reads new moments. XLA then computes
-    it for each from the old array, and copies all of the old state in every step.
+    With the axis, a new array is needed in two shapes: by the carry, and by what reads
+    it in the same step, as the update of the parameters reads new moments. XLA then
+    computes it twice from the old array, and copies all of the old state in every step.
     """
 
     def step_of_one(state: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
@@ -239,12 +239,12 @@ def _exchange(
     state: RegionState,
     all_reduce: str | None,
 ) -> tuple[PyTree, PyTree]:
-    """Exchange every region's gradient; return what each makes of all messages."""
+    """Exchange every region's gradient; return the combined gradient of each region."""
 
     def send(
         grads: PyTree, per_step_state: PyTree, key_data: jax.Array
     ) -> tuple[PyTree, PyTree]:
-        # A key of its own: the step's split uses folds 0 and 1.
+        # Not a key of the step, whose split uses folds 0 and 1.
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), 3)
         return per_step.send(grads, per_step_state, key)
 

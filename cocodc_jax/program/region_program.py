@@ -1,4 +1,4 @@
-"""Train one loss with one method: inner steps, and the syncs that are due after them.
+"""Train a loss with a method: inner steps, and the syncs that are due after them.
 
 `RegionProgram` holds the compiled functions; the run itself is the `TrainState` that
 goes in and comes out. Nothing here waits for a device.
@@ -68,8 +68,8 @@ class RegionProgram(SyncProgram):
     """Inner steps of one method for one model on one mesh, and its syncs.
 
     Example: see `train.run_steps`. All mutable state is in the `TrainState` that goes
-    in and comes out. Region arrays are donated: do not use an old state again. What it
-    does between steps is that of a `SyncProgram`.
+    in and comes out. Region arrays are donated: do not use an old state again. The
+    syncs are those of a `SyncProgram`.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class RegionProgram(SyncProgram):
           fragments: how to cut the parameters; by default as the method does.
           param_specs: tree of `PartitionSpec`s over the mesh axes inside a region (Flax
             Linen: `nn.get_partition_spec(params)`); by default replicated.
-          user_inputs: what only the user knows, for merges that need it, and `on_merge`
-            for an optimizer that holds a copy of the parameters.
+          user_inputs: inputs that only the user can provide, for merges that need them,
+            and `on_merge` for an optimizer that holds a copy of the parameters.
           transport: how messages cross regions.
           model_state: non-trained state, such as BatchNorm statistics, and whether
             regions average it.

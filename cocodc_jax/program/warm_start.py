@@ -56,7 +56,7 @@ PyTree = Any
 
 
 class Adopted(NamedTuple):
-    """The state that a program made from another program's."""
+    """A state converted from another program's."""
 
     state: TrainState  # Of the new program.
     kept: dict[str, str]  # What was kept, and how, by name.
@@ -85,7 +85,7 @@ class Adoption:
         state = self._without_flights(state, flies)
         schedule = self._schedule(state, flies)
 
-        # A new state at the outer model, for all that does not fit.
+        # A new state at the outer model, for everything that does not fit.
         shapes = self._new.param_shapes
         whole = transfer.move(self._old.outer_params(state), shardings_of(shapes))
         narrow = jax.jit(lambda tree: cast_like(tree, shapes))
@@ -125,7 +125,7 @@ class Adoption:
         return region._replace(params=params)
 
     def _flies_on(self, state: TrainState) -> bool:
-        """Return whether fragments in flight can stay so, in an equal schedule."""
+        """Return whether fragments can stay in flight, in an equal schedule."""
         sync = state.sync
         if sync is None or not self._is_same_schedule:
             return False
@@ -236,7 +236,7 @@ class Adoption:
         return opt_state
 
     def _with_own_keys(self, state: PyTree, fresh: PyTree, step: int) -> PyTree:
-        """Draw random state of other regions' anew, from the first one and the step."""
+        """Derive the regions' random states from the first one's and the step."""
         if self._num_new == self._num_old or not has_keys(state):
             return state
         draw = jax.vmap(lambda x: fold_keys(x, step))

@@ -1,10 +1,10 @@
-"""Gradients of weights in the order of operands in which CPUs are quick.
+"""Gradients of weights in the order of operands that is fast on CPUs.
 
-A product y = x W of tokens gives its weight the gradient x' g. JAX writes it as
-(g' x)'. XLA folds the outer transpose into the product, and its CPU backend has no
-quick kernel for what results. `in_quick_order` rewrites it as x' g, which it has one
-for; `models/backward.py` writes so from the start. With several regions in one batch
-(`jax.vmap`), XLA folds nothing, and nothing is to be done.
+In a product y = x W of tokens, the weight's gradient is x' g. JAX writes it as (g' x)'.
+XLA folds the outer transpose into the product, for which its CPU backend has no fast
+kernel. `in_quick_order` rewrites it as x' g, for which there is one;
+`models/backward.py` writes it so from the start. With several regions in one batch
+(`jax.vmap`), XLA folds nothing, and no rewrite is needed.
 """
 
 import collections
@@ -17,14 +17,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 PyTree = Any
 
-# Entries of a weight from which the order matters; smaller products are left alone.
+# The least entries of a weight for which the order matters; other products stay.
 _LEAST_SIZE = 1 << 14
 
 
 def in_quick_order(fn: Callable) -> Callable:
-    """Return `fn` with the products of its trace reordered; values differ by rounding.
+    """Return `fn` with the products of its trace reordered.
 
-    `fn` is traced once, with all of its arguments.
+    Values differ by rounding. `fn` is traced once, with all of its arguments.
     """
 
     def reordered(*args: PyTree) -> PyTree:

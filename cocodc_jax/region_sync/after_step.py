@@ -1,4 +1,4 @@
-"""One line after anybody's step: `RegionSync`.
+"""One line after the step of any trainer: `RegionSync`.
 
     sync = cc.RegionSync("streaming_diloco", params, regions=4)
     state = sync.init(params)
@@ -6,11 +6,12 @@
         train_state, metrics = train_step(train_state, batch)   # The trainer's own.
         params, state = sync.after_step(params_of(train_state), state)
 
-The trainer owns its step, mesh, optimizer, data, evaluation and checkpoints. What
-crosses between regions is here: fragments in flight, the outer model, the schedule, and
-membership where regions may leave and return. The seam is the parameters' tree.
+The trainer owns its step, mesh, optimizer, data, evaluation and checkpoints. A
+`RegionSync` owns what regions exchange: fragments in flight, the outer model, the
+schedule, and the membership of regions that may leave and return. Both meet in the
+parameters' tree.
 
-Its engine is a `SyncProgram`, which is all of a `RegionProgram` but the inner steps: so
+Its engine is a `SyncProgram`, which is a `RegionProgram` without the inner steps, so
 the numbers are the same.
 """
 
@@ -47,8 +48,8 @@ PyTree = Any
 NOTHING = UserInputs()
 AUTO = Transport()
 
-# What the engine has in place of the trainer's optimizer: a state like the parameters,
-# whose place a trainer's second moments can take.
+# The engine's stand-in for the trainer's optimizer. Its state is shaped like the
+# parameters, so a trainer's second moments can take its place.
 _MOMENTS = optax.GradientTransformation(
     init=lambda params: jax.tree.map(jax.numpy.zeros_like, params),
     update=lambda updates, state, params=None: (updates, state),
@@ -83,8 +84,8 @@ class RegionSync:
         """Prepare the syncs; nothing is compiled before the first one.
 
         Args:
-          method: from `cocodc_jax.methods`, or the name of one, with its defaults. Its
-            inner optimizer is the trainer's business.
+          method: from `cocodc_jax.methods`, or the name of one, with its defaults. The
+            trainer has the inner optimizer.
           params: the trainer's parameters, or their shapes with shardings. Floating-
             point arrays are averaged; all other leaves stay the region's own. Leaves
             are `[R, ...]` where one program trains all regions, over any axis of any
@@ -93,16 +94,16 @@ class RegionSync:
           regions: R, the regions of the run.
           transport: how messages cross regions.
           fragments: how to cut one region's parameters; by default as the method does.
-          user_inputs: what only the user knows, for merges that need it.
+          user_inputs: inputs that only the user can provide, for merges that need them.
           loss_fn: `(params, batch, key) -> (loss, aux)` of one region, for merges that
             need the gradient of the last batch.
-          donate: whether `after_step` may use the memory of the parameters it is given
-            where it changes them, so that the old tree is gone.
-          run: of elastic regions, what tells this run from others; regions of another
-            one are ignored. Name what must be equal and is not in the method, such as
-            the data and the trainer's settings.
-          should_stop: of elastic regions, whether this one was asked to stop: it then
-            waits for nobody.
+          donate: whether `after_step` may reuse the memory of the parameters that it
+            changes; the old tree must then not be used again.
+          run: for elastic regions, a name that tells this run from others; regions of
+            other runs are ignored. It should contain what must be equal in all regions
+            and is not in the method, such as the data and the trainer's settings.
+          should_stop: for elastic regions, whether this one was asked to stop; it then
+            waits for no other region.
 
         Raises:
           ValueError: for a method that exchanges messages at every step or needs the
@@ -177,20 +178,21 @@ class RegionSync:
     def join(
         self, params: PyTree, state: RegionSyncState
     ) -> tuple[PyTree, RegionSyncState]:
-        """Take part in a run of elastic regions; elsewhere this changes nothing.
+        """Take part in a run of elastic regions; without them, change nothing.
 
-        Where the others have begun, parameters and state are those of the step that
-        they are at: `state.step` has changed, and the trainer moves its data there. It
-        is for the trainer to say what its own optimizer starts from.
+        If the others have begun, the results are of the step that they are at:
+        `state.step` has changed, and the trainer must move its data there. The trainer
+        decides what its optimizer starts from.
 
         Args:
           params: the trainer's, new or from its checkpoint; donated.
           state: from `init` or `restore`.
 
         Raises:
-          TimeoutError: if no region lets this one in.
+          TimeoutError: if no region admits this one.
           LeftBehindError: if `state` is ahead of the others.
-          SupersededError: if this region was started again elsewhere: this life ends.
+          SupersededError: if this region was started again elsewhere; this process must
+            end.
         """
         if self._membership is None:
             return params, state
@@ -204,20 +206,20 @@ class RegionSync:
 
     @property
     def regions(self) -> tuple[int, ...]:
-        """Indices of the regions that take part now, as this one knows it."""
+        """Indices of the regions that take part, as far as this region knows."""
         if self._membership is None:
             return tuple(range(self.program.num_regions))
         return self._membership.regions
 
     def regions_in_mean(self, applied: AppliedSync) -> tuple[int, ...] | None:
-        """Return the regions whose messages a merged mean has.
+        """Return the regions whose messages are in a merged mean.
 
         Args:
           applied: one of `state.applied`, of the last steps.
 
         Returns:
-          Their indices; None where the mean came with another region's copy, or from
-          a checkpoint.
+          Their indices; None if the mean came with another region's copy, or from a
+          checkpoint.
         """
         if self._membership is None:
             return tuple(range(self.program.num_regions))
@@ -225,15 +227,15 @@ class RegionSync:
         return self.program.elastic.in_mean.get(sync_id)
 
     def finish(self) -> None:
-        """Wait until the other regions need nothing of this one, at the end of a run.
+        """Wait at the end of a run until no other region needs this one.
 
-        Leaving the context without an exception does so.
+        Leaving the context without an exception calls it.
         """
         if self._membership is not None:
             self._membership.finish()
 
     def leave(self) -> None:
-        """Say that this region stops, so that no other one waits for it."""
+        """Announce that this region stops, so that no other one waits for it."""
         if self._membership is not None:
             self._membership.leave()
 
@@ -254,9 +256,9 @@ class RegionSync:
     ) -> Window:
         """Return a scan of the trainer's step whose messages cross while it computes.
 
-        For regions that share a fabric in one program, with
-        `Transport("program", overlap="yes")`; elsewhere it is a scan with the events
-        after it. Call it in place of step and `after_step`.
+        It is for regions that share a fabric in one program, with
+        `Transport("program", overlap="yes")`; otherwise the events come after the scan.
+        Call it in place of step and `after_step`.
 
         Args:
           step: `step(carry, batch) -> (carry, outputs)` of all regions, traceable.
@@ -286,7 +288,7 @@ class RegionSync:
         """Start, receive and merge what is due after the trainer's step.
 
         On steps without an event it returns `params` itself and costs a few
-        microseconds. It never waits for the network, but for a mean that is due.
+        microseconds. It waits for the network only if a mean is due.
 
         Args:
           params: the trainer's, after its step; those of a step with an event are
@@ -346,11 +348,11 @@ class RegionSync:
     def meet(
         self, params: PyTree, state: RegionSyncState
     ) -> tuple[PyTree, RegionSyncState]:
-        """Let in the elastic regions that wait, between two steps.
+        """Admit the elastic regions that wait, between two steps.
 
-        `after_step` does so at every event, and about once a beat. A trainer that does
-        something long between two steps, an evaluation, may call it meanwhile; all
-        processes of a region at the same step.
+        `after_step` does so at every event, and about once a beat. A trainer may call
+        it during long work between two steps, such as an evaluation; all processes of a
+        region must call it at the same step.
         """
         if self._membership is None:
             return params, state
@@ -366,7 +368,7 @@ class RegionSync:
     def _come_back(
         self, params: PyTree, run: TrainState, error: LeftBehindError
     ) -> tuple[PyTree, RegionSyncState]:
-        """Rejoin the others, who went on without this region, with its work."""
+        """Rejoin the others, who went on without this region, with its progress."""
         assert self._membership is not None
         if error.state is None:
             raise error
@@ -389,7 +391,7 @@ class RegionSync:
         """Apply all fragments in flight now, as at the end of a run; donates `params`.
 
         Raises:
-          ValueError: if the method's merges need a batch, so that they cannot.
+          ValueError: if the method's merges need a batch.
         """
         run, dropped = self.program.land(self._entered(params, state, state.step))
         if dropped:
@@ -403,8 +405,8 @@ class RegionSync:
     def outer_params(self, state: RegionSyncState, like: PyTree) -> PyTree:
         """Return the outer model, one region's parameters.
 
-        Leaves that are not averaged are those of `like`, of the first region where it
-        has an axis of regions. Regional outer models are averaged.
+        Leaves that are not averaged are those of `like`, of its first region if it has
+        a region axis. Regional outer models are averaged.
         """
         run = self._without_params(state)
         if self._is_regional:
@@ -421,8 +423,7 @@ class RegionSync:
     def checkpoint(self, state: RegionSyncState) -> tuple[dict[str, PyTree], dict]:
         """Return a state as arrays and a JSON value, for any checkpoint library.
 
-        Waits for means that other regions have not sent yet, and for what the schedule
-        has to read.
+        It waits for means in flight, and for values that the schedule has to read.
         """
         run = self.program.synchronize(self._without_params(state))
         assert run.sync is not None
@@ -507,7 +508,7 @@ class RegionSync:
         return TrainState(region, state.sync, step, state.bytes_sent)
 
     def _without_params(self, state: RegionSyncState) -> TrainState:
-        """Return the engine's state, for what reads no parameters."""
+        """Return the engine's state without parameters."""
         region = RegionState(params={}, opt_state=(), key=state.keys)
         return TrainState(region, state.sync, state.step, state.bytes_sent)
 

@@ -1,14 +1,14 @@
-"""A trainer's arrays under the engine's mesh, and back; no byte moves.
+"""Move a trainer's arrays to the engine's mesh and back, without copying a byte.
 
 The engine's programs are written for a mesh with the axes `(region, stage, data,
-expert, sequence, model)`, all automatic. A trainer has a mesh of its own: other names,
-other axes, perhaps Explicit ones. Both are views of the same devices, so an array
-changes its mesh by declaring its shards to be those of an array over the other one.
+expert, sequence, model)`, all automatic. A trainer's mesh has other names, other axes,
+perhaps Explicit ones. Both are views of the same devices, so an array changes its mesh
+by declaring its shards to be those of an array over the other mesh.
 
-Regions are found in one of three forms:
+A trainer has its regions in one of three forms:
 
-- *stacked*: leaves `[R, ...]`, the regions over the axes of the trainer's mesh that
-  shard the leading axis, or all on every device;
+- *stacked*: leaves `[R, ...]`, sharded over regions by the axes of the trainer's mesh
+  that shard the leading axis, or all regions on every device;
 - *own*: leaves `[...]` of the one region that this program trains;
 - *processes*: leaves `[...]` on the devices of this process, and every process of a
   `jax.distributed` job is one region.
@@ -41,8 +41,8 @@ from cocodc_jax.engine.mesh import (
 )
 from cocodc_jax.region_sync.trees import Leaves
 
-# In this order the trainer's axes inside a region take the engine's names. Of those
-# the engine gives a meaning to `data` (outer state is divided over it) and `expert`.
+# The trainer's axes inside a region take the engine's names in this order. Only `data`,
+# over which outer state is sharded, and `expert` have a meaning for the engine.
 _NAMES = (DATA, MODEL, STAGE, SEQUENCE, EXPERT)
 
 
@@ -54,8 +54,8 @@ class Layout:
       form: "stacked", "own" or "processes".
       mesh: the engine's mesh, over the trainer's devices.
       specs: of one region's leaves over `mesh`, by path.
-      regions: the trainer's axes over which the regions are; none if all are on every
-        device.
+      regions: the trainer's axes that shard the regions; none if all regions are on
+        every device.
       names: the engine's name of each of the trainer's axes inside a region.
     """
 
@@ -116,7 +116,7 @@ class Layout:
         """Return the engine's sharding of any array of the trainer's.
 
         Raises:
-          ValueError: if it is sharded over a part of the regions' axes only.
+          ValueError: if it is sharded over some of the regions' axes, but not all.
         """
         sharding = x.sharding
         if not isinstance(sharding, NamedSharding):
@@ -160,8 +160,8 @@ def layout_of(arrays: Leaves, num_regions: int, form: str) -> Layout:
     """Find the layout of a trainer's arrays, or of their shapes with shardings.
 
     Raises:
-      ValueError: if leaves have no leading axis of `num_regions` in the form "stacked",
-        are not all over one mesh, or more than five axes of it are inside a region.
+      ValueError: if leaves in the form "stacked" have no leading axis of `num_regions`,
+        if leaves are not all on one mesh, or if a region has more than five mesh axes.
     """
     if form == "stacked":
         _check_stacked(arrays, num_regions)
@@ -208,10 +208,10 @@ def _axes_of(sharding: NamedSharding, mesh: Mesh, ndim: int) -> list[tuple[str, 
 
 
 def relabeled(x: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) -> Any:
-    """Declare an array's shards to be those of an array of another sharding.
+    """Declare an array's shards to be those of an array with another sharding.
 
-    Where the other one needs other shards, the array is moved. Of a shape with a
-    sharding the result is one too.
+    If the other sharding needs other shards, the array is moved. A shape with a
+    sharding gives such a shape.
     """
     if shape is None:
         shape = tuple(x.shape)
@@ -229,10 +229,10 @@ def relabeled(x: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) 
 
 
 def all_relabeled(arrays: Leaves, shardings: Mapping[str, Sharding]) -> Leaves:
-    """Do as `relabeled` with many arrays, in one call; donates them.
+    """Relabel many arrays in one call; donates them.
 
-    A program that returns its donated arguments costs a tenth of declaring the arrays
-    one by one, and moves no byte either.
+    A program that returns its donated arguments takes a tenth of the time of declaring
+    the arrays one by one, and moves no byte either.
     """
     places = tuple((x.sharding, shardings[path]) for path, x in arrays.items())
     is_view = len({id(x) for x in arrays.values()}) == len(arrays) and all(
@@ -255,7 +255,7 @@ def _declare(shardings: tuple[Sharding, ...]) -> Callable[[list], list]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_view(old: Sharding, new: Sharding, shape: tuple[int, ...]) -> bool:
-    """Return whether one program may take `old` and return `new` without a move."""
+    """Return whether a program can take `old` and return `new` without moving bytes."""
     shards = [list(x.devices_indices_map(shape).items()) for x in (old, new)]
     return old.memory_kind == new.memory_kind and shards[0] == shards[1]
 

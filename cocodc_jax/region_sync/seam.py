@@ -1,4 +1,4 @@
-"""What `RegionSync` and `Window` share: the seam between a trainer and the engine."""
+"""The seam between a trainer and the engine, which `RegionSync` and `Window` share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from cocodc_jax.region_sync.trees import Selection
 )
 @dataclasses.dataclass(frozen=True)
 class RegionSyncState:
-    """State of the syncs beside a trainer's own.
+    """State of the syncs, which a trainer keeps next to its own.
 
     Attributes:
       sync: outer model, fragments in flight, compressors; arrays and the schedule.
       keys: PRNG key data of the regions, uint32 `[R, 2]`.
       step: steps that the trainer has done.
-      next_step: the step of the next event; before it `after_step` does nothing.
+      next_step: the step of the next event, until which `after_step` does nothing.
       bytes_sent: bytes that one region has sent.
       applied: the syncs that the last `after_step` merged.
     """
@@ -43,7 +43,7 @@ class RegionSyncState:
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
-    """The seam: which arrays cross it, how they are placed, and the engine behind it.
+    """The arrays that cross the seam, their placement, and the engine behind it.
 
     Attributes:
       selection: which leaves of the trainer's tree are averaged.

@@ -1,9 +1,9 @@
 """The trained arrays of a trainer's tree, as a flat dict from path to array.
 
 A trainer's tree may hold boxes (`nn.Partitioned`, `nnx.Param`, Haliax's named arrays),
-Equinox modules with functions in them, None, counters and PRNG keys. What regions
-average are its floating-point arrays. Every other leaf stays the region's own, and the
-tree that comes back has it where it was.
+Equinox modules with functions in them, None, counters and PRNG keys. Regions average
+its floating-point arrays. Every other leaf stays the region's own, and keeps its place
+in the tree that comes back.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Selection:
 
 
 def _difference(made_for: Any, other: Any) -> str:
-    """Say how a tree's structure differs; all of a model's would fill pages."""
+    """Describe the first difference of two structures; a full one would fill pages."""
     before = _paths(made_for)
     now = _paths(other)
     more = [path for path in now if path not in before]

@@ -1,10 +1,10 @@
-"""Steps of a trainer in one program with the messages that cross meanwhile.
+"""A trainer's steps in one program with the messages that cross meanwhile.
 
-On accelerators whose regions share a fabric a device runs one program after another, so
-a message in a program of its own blocks the steps. A window is a scan of the trainer's
+On accelerators whose regions share a fabric, a device runs one program after another,
+so a message in a separate program blocks the steps. A window is a scan of the trainer's
 step with the starts before it and the merge after it, as `engine/segment.py` builds it
-from inner steps of our own: the compiler begins the collective before the loop and ends
-it after.
+for this package's inner steps. The compiler begins the collective before the loop and
+ends it after the loop.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class Window:
     def list_programs(self, carry: PyTree, batches: PyTree) -> list[LoweredProgram]:
         """List the programs that a run compiles; compiles nothing.
 
-        Those with "inner steps" in their name have steps, `num_steps` of them.
+        Those with "inner steps" in their name contain `num_steps` steps.
 
         Args:
-          carry: shapes, dtypes and shardings; of devices that may not exist here.
+          carry: shapes, dtypes and shardings; the devices need not exist here.
           batches: of one step, leaves `[...]`.
         """
         listing, recorder = self._seam.program.recording()
@@ -217,7 +217,7 @@ def _places(leaves: list[Any], params: list[Any]) -> list[int]:
 
 
 def _with_num_steps(listed: LoweredProgram) -> LoweredProgram:
-    """Fill in the steps of a program that has some."""
+    """Fill in the number of steps of a program that contains steps."""
     if "inner steps" not in listed.name:
         return listed
     batches = jax.tree.leaves(listed.arguments[1])

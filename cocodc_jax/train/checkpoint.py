@@ -5,9 +5,9 @@ Everything else (the schedule's state, bytes sent, and what the caller adds) is 
 the same checkpoint. Arrays without an entry, which Orbax cannot save, are restored from
 their shapes. Orbax makes a checkpoint visible only when all of it is on disk, so
 a killed process leaves a full checkpoint or none. Disks and copies can corrupt files
-silently: each checkpoint has checksums, and `restore` takes the newest intact one. It
-holds its step and the run that it is of, so that a folder that was renamed, copied or
-linked is not taken for what its name says.
+silently: each checkpoint has checksums, and `restore` takes the newest intact one. A
+checkpoint holds its step and its run's identity, so a folder that was renamed, copied
+or linked is recognised.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ else:
     ocp = later("orbax.checkpoint", "train")
 
 _ITEMS = ("arrays", "rest")
-# What every version has written into "rest".
+# The keys of "rest" that checkpoints of all versions have.
 _REST_KEYS = ("bytes_sent", "extra", "method", "schedule", "shapes")
 # Holds the identity of the run whose checkpoints are beside it, random digits.
 RUN_FILE = "run_id"
@@ -58,7 +58,7 @@ def steps_in(directory: Any) -> list[int]:
 
 class _Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
-        """Return False: the loop alone asks, as JAX counts the calls."""
+        """Return False, as only the loop may ask: JAX counts the calls."""
         del step
         return False
 
@@ -70,7 +70,8 @@ class Checkpoints:
     Args:
       directory: a folder, or one of a bucket; made if missing.
       keep: how many of the newest to keep.
-      cleans: remove what saves have left that were killed; nobody else may save here.
+      cleans: whether to remove the remains of saves that were killed; no other process
+        may save here then.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint, perhaps still being written; None without."""
+        """Step of the newest checkpoint, perhaps still being written; None if none."""
         return self._manager.latest_step()
 
     def save(
@@ -152,7 +153,7 @@ class Checkpoints:
         return state
 
     def _run_id(self) -> str:
-        """Return the run's identity, which process 0 writes down at the first save."""
+        """Return the run's identity, which process 0 stores at the first save."""
         if jax.process_index():
             return ""  # Process 0 saves it.
         file = self._directory / RUN_FILE
@@ -167,7 +168,7 @@ class Checkpoints:
     def _run_of(self, step: int, rest: dict) -> str:
         """Return the run's identity; raise `_DamagedError` for another step or run.
 
-        Checkpoints of 0.38.0 and before say neither.
+        Checkpoints of 0.38.0 and earlier have neither.
         """
         of_step = rest.get("step", step)
         run = rest.get("run", "")
@@ -210,9 +211,9 @@ class Checkpoints:
 
         Raises:
           CheckpointError: if there are checkpoints, and all are corrupt.
-          ValueError: if the checkpoint's arrays are not those of `program`, naming the
-            methods of both if one cannot land the fragments in flight of the other; or
-            if there is none of `step`.
+          ValueError: if the checkpoint's arrays do not fit `program` (it names both
+            methods if one cannot apply the other's fragments in flight), or if there is
+            no checkpoint of `step`.
         """
         steps = sorted(self._manager.all_steps())
         if step is not None and step not in steps:
@@ -282,8 +283,8 @@ class Checkpoints:
     def _reads_as_damage(self, step: int) -> Iterator[None]:
         """Treat Orbax's errors as corruption if there are no checksums.
 
-        With several processes only one of them may see it, and of a bucket it may pass;
-        then all end.
+        With several processes perhaps only one sees the error, and a bucket's may be
+        temporary; in both cases all processes end.
         """
         try:
             yield
@@ -325,7 +326,7 @@ def _run_in(file: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an exception of a library says first, else its name."""
+    """Return the first line of an exception's message, or its type's name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -401,7 +402,7 @@ def _without_empty(arrays: PyTree) -> PyTree:
 
 
 def _with_empty(saved: PyTree, shapes: PyTree) -> PyTree:
-    """Return what `_without_empty` left, with the arrays that it took out."""
+    """Invert `_without_empty`: put the arrays that it removed back."""
 
     def one(shape: jax.ShapeDtypeStruct, value: Any) -> Any:
         if shape.size:

@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files, and what happens to corrupt checkpoints.
 
 Sizes and checksums are written into a checkpoint just before it becomes visible, so
-that each complete one has them. A checkpoint without is checked for missing parts.
+every complete checkpoint has them. One without checksums is checked for missing parts.
 """
 
 import functools
@@ -37,7 +37,7 @@ def write(folder: pathlib.Path) -> None:
 
 
 def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
-    """Return which file of a checkpoint is corrupt and how, None if none is."""
+    """Describe the first corrupt file of a checkpoint; None if all are intact."""
     for part in parts:
         if not (folder / part).is_dir():
             return f"{part} is missing"
@@ -70,7 +70,7 @@ def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
 
 
 def damage_agreed(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
-    """Return `damage` as process 0 sees it; every process must call it."""
+    """Return process 0's `damage` in all processes; each must call it."""
     why = damage(folder, parts) if jax.process_index() == 0 else None
     if jax.process_count() > 1:
         is_damaged = multihost_utils.broadcast_one_to_all(np.array(why is not None))

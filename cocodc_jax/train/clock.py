@@ -1,8 +1,8 @@
 """Timeline of the devices: when steps ended, and syncs started, arrived and merged.
 
 The host dispatches work ahead of the devices. So threads wait for arrays and read the
-clock: one for the steps, in order, and one for each message in flight. All times are
-seconds since the recorder started, plus the seconds of earlier runs.
+clock: one thread for the steps, in order, and one for each message in flight. All times
+are seconds since the recorder started, plus the seconds of earlier runs.
 """
 
 import collections
@@ -23,7 +23,7 @@ _STEPS = 9  # Scans to take the minimum step time over.
 
 @dataclasses.dataclass
 class Flight:
-    """One sync, by this process's clock; None is not known yet."""
+    """Times of one sync by this process's clock; None until they are known."""
 
     fragment: int
     start_step: int  # Inner steps done when it started.
@@ -52,7 +52,7 @@ class FlightRecorder:
         self.sync_s = 0.0
         self.stall_s = 0.0
 
-        self._went_on_s = 0.0  # When the devices went on after the last merge.
+        self._went_on_s = 0.0  # When the devices continued after the last merge.
         self._step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._own_step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
 
@@ -94,7 +94,7 @@ class FlightRecorder:
     def own_step_s(self) -> float | None:
         """Seconds of an inner step from its dispatch, so without compilation.
 
-        None if it is not known yet, as where dispatching waits for the devices.
+        None if they are not known, as when dispatching waits for the devices.
         """
         with self._marked:
             recent = sorted(self._own_step_s)
@@ -157,8 +157,8 @@ class FlightRecorder:
     ) -> None:
         """Watch the merges after steps, and the steps if they are not yet watched.
 
-        Steps are watched before their events are dispatched: dispatching merges may
-        wait for means of other regions, which is not time of the steps.
+        Steps are watched before their events are dispatched, because dispatching merges
+        may wait for other regions' means, and that time is not the steps'.
         """
         # If they have ended already, dispatching them has waited for the devices. JAX
         # crashes where it is asked whether a deleted array is ready.

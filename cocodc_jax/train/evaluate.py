@@ -27,13 +27,13 @@ def make_evaluate(
 
     Args:
       loss_fn: as in training, or the model's evaluation mode; its key is fixed here.
-        With a model state it takes it as its second argument, and so does
-        `evaluate(params, model_state)`; the new model state is discarded.
+        With a model state, the state is its second argument, also in
+        `evaluate(params, model_state)`, and the new state is discarded.
       mesh: the inner mesh.
       batches: leaves `[E, B, ...]`, kept on the mesh; E a multiple of the region axis.
 
     Raises:
-      ValueError: if E does not divide.
+      ValueError: if E is not a multiple of the region axis.
     """
     num_batches = jax.tree.leaves(batches)[0].shape[0]
     if num_batches % mesh.shape[REGION]:

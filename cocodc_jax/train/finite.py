@@ -18,8 +18,8 @@ from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
 class NonFiniteLossError(ArithmeticError):
     """A loss, a parameter or a message became NaN or infinite."""
 
-    step: int | None = None  # Inner steps done then.
-    region: int | None = None  # Where, None if it is not of one region.
+    step: int | None = None  # Inner steps done by then.
+    region: int | None = None  # In which it was; None if not in a single one.
 
 
 class FiniteWatch:
@@ -32,14 +32,14 @@ class FiniteWatch:
     def check_losses(
         self, first_step: int, losses: np.ndarray, first_region: int
     ) -> None:
-        """Refuse non-finite losses, unless the method restores regions."""
+        """End the run at a non-finite loss, unless the method restores regions."""
         bad = np.argwhere(~np.isfinite(losses)).tolist()
         if bad and not self._program.method.can_restore:
             i, m = bad[0]
             self.stop(f"loss is {losses[i, m]}", first_step + i + 1, first_region + m)
 
     def check_sync(self, sync: AppliedSync, state: TrainState) -> None:
-        """Refuse a merge with non-finite numbers; later losses may be finite."""
+        """End the run at a merge that is not finite; later losses may be finite."""
         k = sync.fragment_id
         if sync.verdict is not None:
             left_out = reasons_of(np.asarray(sync.verdict))

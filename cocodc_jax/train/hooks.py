@@ -1,4 +1,4 @@
-"""How often the loop does what, its callbacks, and its result."""
+"""The loop's cadence, its callbacks, and its result."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from cocodc_jax.train.run_steps import scan_steps
 
 @dataclasses.dataclass(frozen=True)
 class Cadence:
-    """How often things happen, in inner steps; 0 is only at the end.
+    """Inner steps between the loop's actions; 0 means only at the end.
 
     Attributes:
       log_every: steps that one training record averages over, at least 1.
@@ -30,9 +30,9 @@ class Cadence:
         check_least(self, 0, "eval_every", "checkpoint_every")
 
     def steps_to_cut(self, program: RegionProgram, state: TrainState, last: int) -> int:
-        """Return the inner steps to dispatch at once: up to the next thing that is due.
+        """Return the inner steps to dispatch at once, up to the next action.
 
-        `last` is the step that the run ends at.
+        `last` is the step at which the run ends.
         """
         ahead = [last - state.step]
         every = [self.eval_every, self.checkpoint_every]
@@ -58,7 +58,7 @@ EVERY_TEN = Cadence()  # Records only, until the end.
 
 
 def is_due(every: int, step: int, last: int) -> bool:
-    """Return whether something that happens every so many steps is due now."""
+    """Return whether an action that happens every so many steps is due."""
     return step == last or (every > 0 and step % every == 0)
 
 
@@ -86,13 +86,13 @@ class Hooks:
     Attributes:
       record: called with each record, in order: kinds "train", "sync" and "eval".
       clock: called with a `Clock` after each turn.
-      snapshot: returns what to keep with a checkpoint, JSON-able: from this process's
-        sums of the records so far, to which it adds positions (data, files).
+      snapshot: called with this process's sums of the records so far; returns the
+        JSON value to keep with a checkpoint, the sums and positions (data, files).
       should_stop: called every turn; True ends the run early, after a checkpoint.
-      stopping: called then, once everything in flight has arrived, before the save.
+      stopping: called before that checkpoint, after everything in flight has arrived.
       handed_out: called with the state and output of every turn, still on their
         devices.
-      of_all: gathers a value of every process into a list, in their order.
+      of_all: gathers a value of every process into a list, ordered by process.
     """
 
     record: Callable[[Record], None] = lambda record: None
@@ -118,7 +118,7 @@ class Result(NamedTuple):
       stall_seconds: the part of it in which regions waited for an outer fragment.
       tokens_per_second: of all regions, over the turns that compiled nothing; None if
         the run was too short to have one.
-      timeline: when steps, syncs, arrivals and merges were; see `FlightRecorder`.
+      timeline: times of steps, syncs, arrivals and merges; see `FlightRecorder`.
       left_out: how often each region was left out of a mean, by region and reason; None
         without a filter.
     """

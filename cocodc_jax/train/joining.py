@@ -1,18 +1,19 @@
 """A region joins from another region's memory: the copy that it receives, and its use.
 
-The copy has what is equal in all regions, after the events of one step: outer
-parameters, outer optimizer states, the schedule's state, and the outer fragments that
-the syncs in flight were measured from. The region that joins starts from the outer
+The copy holds the state that is equal in all regions after the events of one step:
+outer parameters, outer optimizer states, the schedule's state, and the outer fragments
+that the syncs in flight were measured from. The region that joins starts from the outer
 parameters, with a fresh inner optimizer (except the step of its schedules), fresh
 compressors and a new key. It receives the syncs that are in flight, and takes part in
 the means of those that start after the copy.
 
-A region that was only cut off, or silent, still has its work. With theta_m its
+A region that was only cut off, or silent, keeps its progress. With theta_m its
 parameters and theta_s the last outer parameters in common with the others, it continues
-from theta_g + (theta_m - theta_s) with its own inner optimizer and compressors: its
-next pseudo-gradients contain its work. Messages that it sent before, and that were
-counted without its knowledge, are counted twice. Work that its own part of a cut
-network has merged in the turn in which it missed the others is in theta_s, and lost.
+from theta_g + (theta_m - theta_s) with its inner optimizer and compressors, so its next
+pseudo-gradients contain that progress. Messages that it sent before, and that were
+counted without its knowledge, are counted twice. Progress that its part of a cut
+network merged in the turn in which it first missed the others is part of theta_s, and
+lost.
 """
 
 import dataclasses
@@ -33,11 +34,11 @@ from cocodc_jax.sync.needs import STALE
 
 
 class Carried(NamedTuple):
-    """A region's own state when the others went on without it."""
+    """The state that a region carries on when the others went on without it."""
 
     state: TrainState
-    # The last outer parameters in common with the regions of the last loss, and those
-    # regions; with others, those of `state`.
+    # The last outer parameters in common with the regions that were lost last, and the
+    # indices of those. With other regions, `state` has the parameters in common.
     shared: tuple[Fragment, ...] | None = None
     missed: frozenset[int] = frozenset()
     boot: int | None = None  # The life of the region that it had, see `elastic.lives`.
@@ -83,7 +84,7 @@ def adopt(
     copy: Snapshot,
     carried: Carried | None = None,
 ) -> TrainState:
-    """Make the state of a region that continues from another region's copy."""
+    """Return the state of a region that continues from another region's copy."""
     assert program.method.schedule is not None
     schedule = program.method.schedule.restore(copy.header["schedule"])
     abstract = program.abstract(schedule).sync
@@ -152,7 +153,7 @@ def adopt(
 
 
 def _work(program: SyncProgram, carried: Carried) -> PyTree:
-    """Return a region's progress since it last had outer parameters in common."""
+    """Return a region's progress since the last outer parameters in common."""
     state = carried.state
     assert state.sync is not None
     if carried.shared is not None:
@@ -172,7 +173,7 @@ def _flight(
     copy: Snapshot,
     frames: Iterator[bytes],
 ) -> InFlight:
-    """Return a sync in flight that others have sent."""
+    """Return a sync in flight whose messages other regions have sent."""
     k, start_step = sync
     like = abstract.in_flight[sync]
     if copy.header["has_mean"][f"{k}_{start_step}"]:

@@ -9,9 +9,9 @@ The order is a contract. Each turn
 3. if an evaluation or a checkpoint is due, first reads everything: no checkpoint has a
    non-finite loss or parameter.
 
-If the method restores regions (`sync.robust`), a non-finite loss ends nothing, and 3.
-restores regions with non-finite parameters. A sync that leaves out all regions ends the
-run.
+If the method restores regions (`sync.robust`), a non-finite loss does not end the run,
+and step 3 restores regions with non-finite parameters. A sync that leaves out all
+regions ends the run.
 """
 
 import time
@@ -114,7 +114,7 @@ def train(
 
 
 class _Turn(NamedTuple):
-    """Dispatched work that was not yet read."""
+    """Dispatched work whose results were not read yet."""
 
     first_step: int
     in_flight: int
@@ -235,8 +235,8 @@ class _Loop:
     def _tell_clock(self, turn: _Turn, losses: np.ndarray) -> None:
         """Report the time of a turn, from when the devices were free to its last step.
 
-        It is known only once the turn was read, after the next one was dispatched; on a
-        CPU possibly when the next one has ended.
+        It is known after the turn was read, when the next turn was dispatched already
+        or, on a CPU, has perhaps ended.
         """
         done = turn.first_step + len(losses)
         done_s = self._flights.done_s(done)

@@ -1,7 +1,7 @@
-"""Records of a run: one per so many steps, per sync, and per evaluation.
+"""Records of a run: one every `log_every` steps, per sync, and per evaluation.
 
-They have no times. Losses are nats per token, `bytes_sent_per_region` is what one
-region has sent by that step.
+They have no times. Losses are nats per token, and `bytes_sent_per_region` are the bytes
+that one region has sent by that step.
 """
 
 import collections
@@ -167,13 +167,13 @@ def finite_or_none(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-# Numbers of one region's load that are written one by one, at most.
+# The most numbers of one region's load that are written one by one.
 _MOST_LOADS = 256
 _ROUTING = ("router_balance", "router_z", "router_entropy", "expert_load")
 
 
 def recorded_of(aux: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is recorded of what a loss reports: stages' bytes, and routers."""
+    """Return what records keep of a loss's aux: bytes between stages, and routing."""
     names = ["stage_bytes"]
     if "expert_load" in aux:
         names += _ROUTING
@@ -181,7 +181,7 @@ def recorded_of(aux: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record_of(step: int, routing: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the record of a mixture of experts: loads, balance, how regions differ.
+    """Return the record of a mixture of experts: loads, balance, regional differences.
 
     With f^m_le the share of its tokens that region m gave to expert e of layer l in the
     step of the record, k experts a token and E experts,
@@ -191,7 +191,7 @@ def record_of(step: int, routing: Mapping[str, np.ndarray]) -> dict[str, Any]:
                     1 / (2 k) sum_e |f^m_le - mean_m f^m_le|          0 if regions agree
         dead        experts, of all layers, that no region gave a token
 
-    Loads of single experts are written where there are few.
+    The loads of single experts are written if there are few.
     """
     load_RNE = np.asarray(routing["expert_load"], np.float64)
     per_token = load_RNE[0, 0].sum()

@@ -9,7 +9,7 @@ import numpy as np
 from cocodc_jax.core.state import PyTree, TrainState
 from cocodc_jax.program.region_program import Output, RegionProgram
 
-# Maximum steps per scan: all their batches are on the device at once.
+# Maximum steps of a scan, whose batches are all on the device at once.
 MAX_SCAN_STEPS = 100
 
 
@@ -63,7 +63,7 @@ def scan_steps(program: RegionProgram, ahead: int) -> int:
     """Return how many of the steps ahead to do in one scan.
 
     Where scans are cut changes no number. On a CPU, where the length is an argument, a
-    scan is as long as the one program that other intervals share too. Elsewhere scans
+    scan is at most as long as the one program that all lengths share. Elsewhere scans
     are as long as possible, to hide communication.
     """
     return min(ahead, program.length_bucket or MAX_SCAN_STEPS)
@@ -72,7 +72,7 @@ def scan_steps(program: RegionProgram, ahead: int) -> int:
 def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
     """Stack the batches of the next T steps for one `advance`: leaves `[T, R, B, ...]`.
 
-    `step` is the inner steps done, for the error message.
+    `step`, the inner steps done, is for the error message.
     """
     taken = list(itertools.islice(stream, num_steps))
     if len(taken) < num_steps:

@@ -38,7 +38,7 @@ class Spike(NamedTuple):
 
 
 class LossSpikeError(ArithmeticError):
-    """The loss has a spike, and the run must go back to its last checkpoint."""
+    """The loss has a spike, so the run must go back to its last checkpoint."""
 
     def __init__(self, spikes: list[Spike], last_good: int | None):
         self.spikes = spikes  # Of all processes.
@@ -53,10 +53,11 @@ class LossSpikeError(ArithmeticError):
 
 @dataclasses.dataclass(frozen=True)
 class SpikeWatch:
-    """Whether to look for spikes, and what to do about one."""
+    """Whether to look for spikes, and whether one prevents saving."""
 
     zscore: float = 0.0  # The threshold; 0 looks for none.
-    rolls_back: bool = False  # To refuse to save after one, by a `LossSpikeError`.
+    # Whether saving after a spike raises a `LossSpikeError`.
+    rolls_back: bool = False
 
     def __post_init__(self):
         if not 0 <= self.zscore < math.inf:
