@@ -7,11 +7,10 @@
 
 A run is a `TrainConfig`. `prepare` checks it against data and devices, and
 `Session.train` trains, writes the run's files, and resumes from them. `config.flags`
-makes a command line of the same; it needs absl, and is imported by its own name.
+makes a command line of it; it needs absl, so import it by its full name.
 
-The configuration is in `run.config`. The run itself: `preparing` checks, `build` makes
-the program, `session` and `attempt` train, with what happens beside it in the files
-that they name; `exits` has errors and exit codes.
+The configuration is in `run.config`. Of the run itself, `preparing` checks, `build`
+makes the program, `session` and `attempt` train, and `exits` has errors and exit codes.
 """
 
 from typing import TYPE_CHECKING

@@ -113,7 +113,7 @@ class Source:
 
 
 def _split(text: str) -> tuple[str, int | None]:
-    """Return the folder and the step of WORKDIR@STEP, None of a WORKDIR alone."""
+    """Return the folder and the step of WORKDIR@STEP; WORKDIR alone has step None."""
     folder, at, step = text.rpartition("@")
     if at and step.isdecimal():
         return folder, int(step)

@@ -1,4 +1,4 @@
-"""What a run shows while it trains and where, and its summary."""
+"""A run's progress bar, its messages, where its records are shown, and its summary."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ class Watch:
           bar: shows the progress.
           earlier_s: seconds that the run took before.
           peak_tokens_per_second: tokens per second at an MFU of 1, None if unknown.
-          note_first_step: called after every turn, so that the first is noted.
+          note_first_step: called after every turn; only the first call has an effect.
         """
         self.seconds = earlier_s  # Of the run so far, including its earlier parts.
 
@@ -100,14 +100,14 @@ def progress_bar(
 
 
 def _method_of(config: TrainConfig) -> str:
-    """Return the name of a run's method, and of an inner optimizer that is not its."""
+    """Return a run's method, with the inner optimizer if it is not the method's own."""
     method = config.method.method
     optimizer = config.optimizer.inner_optimizer
     return f"{method}+{optimizer}" if optimizer else method
 
 
 def beginning(session: "Session", step: int) -> str:
-    """Return what a run trains and where, before it compiles."""
+    """Describe what a run trains and where, before it compiles."""
     config = session.config
     run = config.run
     devices = session.mesh.devices
@@ -135,9 +135,9 @@ def beginning(session: "Session", step: int) -> str:
 def alone_since(
     session: "Session", attendance: "Attendance | None", step: int
 ) -> int | None:
-    """Return since when a region has trained without the others, None if it has not.
+    """Return the step since which a region has trained alone; None if it has not.
 
-    The last interval does not count, in which the others may have ended a little
+    The last interval does not count, because the others may have ended a little
     earlier.
     """
     if attendance is None or attendance.alone_since is None:
@@ -149,12 +149,12 @@ def alone_since(
 
 
 def ending(summary: Mapping[str, Any], workdir: pathlib.Path, steps: int) -> list[str]:
-    """Return the end of a run in five lines: how it went, and what to do next.
+    """Describe the end of a run in five lines: its results, and what to do next.
 
     Args:
       summary: of the run, as in its `summary.json`.
       workdir: its folder.
-      steps: that it was to do.
+      steps: of the full run.
     """
     done = summary["steps"]
     place = shlex.quote(str(workdir))
@@ -213,7 +213,7 @@ def summarize(
     began: tuple[int, float],
     rollbacks: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the numbers of a finished run, which `began` at a step and a time."""
+    """Return the summary of a finished run; `began` is its first step and its time."""
     run = session.config.run
     method = session.program.method
     evaluated = result.last_eval or {}
@@ -262,7 +262,7 @@ def summarize(
 
 @dataclasses.dataclass(frozen=True)
 class Tracking:
-    """Where process 0 shows its records, besides TensorBoard; changes no number.
+    """Where process 0 shows its records besides TensorBoard; it changes no number.
 
     Attributes:
       wandb: project in Weights & Biases that shows the run. Default: none.
@@ -286,7 +286,7 @@ class Tracking:
             check_installed("wandb", "wandb", f"wandb={self.wandb}")
 
     def mirrors(self, name: str, config: Mapping[str, Any]) -> Sequence[OpenMirror]:
-        """Return where this process's records go."""
+        """Return the services that show this process's records."""
         if not self._is_here:
             return (tensorboard,)
         with_wandb = functools.partial(
@@ -300,7 +300,7 @@ class Tracking:
 
     @property
     def _is_here(self) -> bool:
-        """Whether this process shows the run: only one does."""
+        """Whether this process is the one that shows the run."""
         return bool(self.wandb) and jax.process_index() == 0
 
 

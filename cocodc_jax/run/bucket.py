@@ -1,9 +1,10 @@
 """Runs whose folder is in a bucket: `--workdir=gs://BUCKET/RUN`.
 
 Orbax writes checkpoints to buckets itself. Each process writes all other files to a
-local folder, and uploads those that changed at every checkpoint, before the checkpoint
-refers to them, and when it ends. A resumed run first downloads its files: the machine
-may be another. There is no lock, only a mark that a process leaves while it writes.
+local folder. It uploads those that changed at every checkpoint, before the checkpoint
+refers to them, and when it ends. A resumed run first downloads its files, because it
+may be on another machine. There is no lock, only a mark that a process leaves while it
+writes.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ MARK = ".writer"
 def folder_here(workdir: str | os.PathLike[str]) -> pathlib.Path:
     """Return the local folder that a run's files are first written to.
 
-    The ~ of a path is a home folder.
+    A ~ in its path is the home folder.
     """
     if is_in_bucket(workdir):
         return here_of(workdir, cache_dir())
@@ -53,7 +54,7 @@ class Bucket:
     def begin(self, process: int) -> None:
         """Download a process's files of the run, and the configuration."""
         target, folder = self._folders_of(process)
-        # A run that goes on here has newer files, and has them open.
+        # A run that continues on this machine has newer files, and has them open.
         with contextlib.suppress(FolderInUseError), only_writer(folder):
             fetch(target, folder)
 
@@ -68,7 +69,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def writing(self, process: int) -> Iterator[None]:
-        """Mark that a process writes, and upload its files however it ends."""
+        """Mark that a process writes; upload its files when it ends or fails."""
         target, _ = self._folders_of(process)
         mark = target / MARK
         if mark.exists():

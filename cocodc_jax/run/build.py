@@ -35,7 +35,7 @@ from cocodc_jax.run.processes import check_shares
 from cocodc_jax.train.evaluate import make_evaluate
 from cocodc_jax.transforms.compensation import adam_second_moment
 
-# Arguments of methods that only a mixture of experts has a meaning for.
+# Arguments of methods that have a meaning only for a mixture of experts.
 _OF_EXPERTS = {
     "fragment_strategy": "experts",
     "expert_weights": "tokens",
@@ -44,10 +44,10 @@ _OF_EXPERTS = {
 
 
 def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
-    """Return the devices for regions; on a CPU virtual ones, with outer devices."""
+    """Return the devices for regions; on a CPU, virtual ones and the outer devices."""
     wanted = run.regions * run.devices_per_region
     of_process = wanted // max(num_processes, 1)
-    # On other platforms it only makes devices for the outer state.
+    # On other platforms the option only makes devices for the outer state.
     with contextlib.suppress(RuntimeError):  # JAX has started: use its devices.
         cc.use_cpu_devices(max(of_process, run.devices) + run.outer_channels)
 
@@ -97,7 +97,7 @@ def _shared_devices(run: RunConfig, wanted: int) -> list[Any]:
 
 
 def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
-    """Make the inner mesh of a run from these devices."""
+    """Return the inner mesh of a run on these devices."""
     return make_mesh(
         run.regions,
         run.data_axis,
@@ -110,7 +110,7 @@ def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
-    """Refuse a model that the devices of a region, or the method, cannot share."""
+    """Raise ValueError if a region's devices or the method cannot divide the model."""
     run = config.run
     interval = config.method.values.get("router_interval")
     if interval is not None and not model.num_experts:
@@ -148,9 +148,9 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
 def init_params(
     run: RunConfig, model: models.TransformerConfig, key: jax.Array
 ) -> models.Params:
-    """Initialize or read one region's parameters, projected to any subspace.
+    """Initialize or read one region's parameters, projected to the subspace if any.
 
-    Adapters are initialized, their base model is read.
+    With adapters, the base model is read and the adapters are initialized.
     """
     if run.init_from:
         params = models.hugging_face.read(run.init_from, model)
@@ -183,7 +183,7 @@ def program_key(config: TrainConfig) -> tuple:
 
 
 def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
-    """Return the run as this process trains it: of one region if elastic."""
+    """Return the configuration of this process: of one region if it is elastic."""
     run = config.run
     if place is None:
         return run
@@ -199,7 +199,7 @@ def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
 
 
 def check_elastic(config: TrainConfig) -> None:
-    """Refuse what elastic regions cannot run, before a program starts them."""
+    """Raise ValueError for what elastic regions cannot run, before they are started."""
     if config.run.exchange not in ("auto", "elastic"):
         raise ValueError(
             f"exchange={config.run.exchange!r} is not how elastic regions "
@@ -219,7 +219,7 @@ def training_parts(
     layout: models.Layout | None = None,
     subspace: models.Subspace | None = None,
 ) -> tuple[optax.GradientTransformation, cc.UserInputs]:
-    """Return inner optimizer and user inputs of a model's training."""
+    """Return the inner optimizer and the user inputs for training a model."""
     optimizer = inner.build(steps, method)
     if subspace is not None:
         optimizer = models.confined(optimizer, subspace)
@@ -305,9 +305,9 @@ def _program(
 
 
 def say_if_uneven(config: TrainConfig, program: cc.RegionProgram) -> None:
-    """Name the flag that makes fragments even, unless a preset has them as they are.
+    """Warn of uneven fragments, naming the flag, unless a preset cuts them so.
 
-    In place of the warning of `RegionProgram`, which names its argument.
+    It replaces the warning of `RegionProgram`, which names its argument.
     """
     sizes = program.fragments.num_params
     if max(sizes) <= 2 * min(sizes) or jax.process_index():

@@ -47,7 +47,7 @@ def keep_programs() -> pathlib.Path | None:
 
 
 def _machine() -> str:
-    """Name the kind of processor: machines may share a home, but not code."""
+    """Name the kind of processor: machines may share a home folder, but not code."""
     text = platform.machine() + platform.processor()
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

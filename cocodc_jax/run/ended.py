@@ -1,7 +1,7 @@
-"""Elastic regions that have all ended before one of them comes back.
+"""An elastic region that comes back after all others have ended.
 
-It then takes the result of one that finished, where it can read that region's folder:
-trained alone to the end, it would be another model under the same name.
+It takes the result of a region that finished, if it can read that region's folder.
+Training alone to the end would make a different model under the same name.
 """
 
 import pathlib
@@ -33,13 +33,13 @@ class Ended(NamedTuple):
 
 
 def result_of_others(session: "Session") -> Ended | None:
-    """Return the result of a region that finished, if no other still runs.
+    """Return the result of a region that finished; None if there is none or one runs.
 
     Only folders on this machine, or mounted here, are read. Call it in every process.
     """
     place = session.place
     assert place is not None
-    # Of one process for all: what others write may change meanwhile.
+    # One process reads for all, because files may change between two reads.
     region = gather(_finished(session))[0]
     if region is None:
         return None
@@ -61,7 +61,7 @@ def _folder_of(session: "Session", region: int) -> pathlib.Path:
 
 
 def _finished(session: "Session") -> int | None:
-    """Return a region that finished this run, None if there is none or some run."""
+    """Return a region that finished this run; None if there is none or one runs."""
     place = session.place
     assert place is not None
     if session.bucket is not None or place.num_regions == 1:

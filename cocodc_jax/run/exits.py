@@ -29,7 +29,7 @@ def one_line(error: Exception | str, flags: Container[str]) -> str:
     '--steps=ten must be a whole number'
     """
     line = " ".join(str(error).split())
-    # absl's form of what the parser of a flag says, see `command_line`.
+    # absl's form of a flag parser's error, see `command_line`.
     line = re.sub(r"^flag (--\w+=.*?): (?=must be )", r"\1 ", line)
     name = re.match(r"[a-z_0-9]+(?==)", line)
     return f"--{line}" if name and name[0] in flags else line
@@ -43,7 +43,7 @@ def refuse(error: Exception | str, flags: Container[str]) -> NoReturn:
 
 @contextlib.contextmanager
 def as_a_command() -> Iterator[None]:
-    """Exit as commands do: on Ctrl-C, a full disk, or if nobody reads their output."""
+    """Exit as commands do: on Ctrl-C, a full disk, or a closed pipe of its output."""
     try:
         with while_writable():
             yield
@@ -61,10 +61,10 @@ def as_a_command() -> Iterator[None]:
 
 
 def say_once(handler: logging.Handler) -> None:
-    """Leave out tracebacks of what is raised, and said, where it is waited for.
+    """Leave out tracebacks of errors in threads that are reported elsewhere.
 
-    Orbax logs the errors of its threads, and asyncio those of tasks; `Checkpoints`
-    raises them. TensorBoard's thread ends with those of its files.
+    Orbax logs the errors of its threads, and asyncio those of its tasks, but
+    `Checkpoints` raises them. TensorBoard's thread ends with the errors of its files.
     """
     handler.addFilter(_is_said_here_only)
     others = threading.excepthook

@@ -18,16 +18,16 @@ FAULTS_FILE = "faults.jsonl"
 ON_FAULT = ("warn", "exclude", "route")
 # Findings about a region, not a link.
 _OF_A_REGION = ("sender", "region", "slow")
-# Of `robust_z`: a step counts as slow above 2.2 times its own past, unless those of the
-# others do too.
+# Floor of `robust_z`: a region's step counts as slow above 2.2 times its past ones,
+# unless the other regions' steps do too.
 _STEP_FLOOR = 0.2
 
 
 class FaultWatch:
     """Evaluates the times of messages and steps, sync by sync.
 
-    Findings go to the console and to a file, with the evidence, when they begin and
-    end. The file also has why this region left the others (`note_left`).
+    When a finding begins or ends, it goes to the console and to a file, with the
+    evidence. The file also says why this region left the others (`note_left`).
     """
 
     def __init__(

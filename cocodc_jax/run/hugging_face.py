@@ -1,4 +1,4 @@
-"""Start runs from a Hugging Face LLaMA, and export runs as one."""
+"""Start runs from a Hugging Face LLaMA, and export runs to that format."""
 
 import dataclasses
 import os
@@ -68,9 +68,9 @@ def export(
 ) -> dict[str, Any]:
     """Write a run's parameters as a folder that `LlamaForCausalLM` loads.
 
-    The outer parameters, or the mean of the regions', as safetensors in float32, with
-    `config.json` and the files of the run's tokenizer. Adapters (`lora_rank`) are
-    merged. The folder appears when it is complete.
+    It holds the outer parameters, or the mean of the regions', as safetensors in
+    float32, with `config.json` and the files of the run's tokenizer. Adapters
+    (`lora_rank`) are merged. The folder appears when it is complete.
 
     Args:
       workdir: of the run, which must not be running.

@@ -1,6 +1,6 @@
-"""What a process of a run is doing now, as numbers; hooks write them, scrapes read.
+"""Prometheus metrics of a process: the loop's hooks write them, scrapes read them.
 
-Nothing waits for a device. Units are in the names, as Prometheus has it.
+Nothing waits for a device. Units are in the names, as is Prometheus's convention.
 """
 
 import collections
@@ -18,8 +18,8 @@ from cocodc_jax.train.hooks import Clock
 
 GAUGE = "gauge"
 COUNTER = "counter"
-# Kinds of `network.faults.Finding` that are counted from 0: the rate of a counter that
-# appears with its first fault would miss that one.
+# Kinds of `network.faults.Finding`, whose counters start at 0: the rate of a counter
+# that appears with its first fault would miss that fault.
 _FAULTS = (
     "gone",
     "link",
@@ -31,7 +31,7 @@ _FAULTS = (
     "silent",
     "slow",
 )
-_TURNS = 256  # That the time of an undisturbed step is the median of.
+_TURNS = 256  # Their median is the time of an undisturbed step.
 
 
 class Metric(NamedTuple):
@@ -146,7 +146,7 @@ class LiveMetrics:
         self.put("cocodc_stall_seconds_total", 0.0)
 
     def turn(self, clock: Clock) -> None:
-        """Take in the loop's clock."""
+        """Set the metrics of a turn from the loop's clock."""
         tokens = self._tokens_at(clock.step) - self._tokens_at(self._step)
         with self._lock:
             if tokens and clock.step > self._step:
@@ -173,7 +173,7 @@ class LiveMetrics:
         self.put("cocodc_checkpoint_timestamp_seconds", self._now())
 
     def fault(self, kind: str, where: str, is_on: bool) -> None:
-        """Note that a fault is named, or has ended."""
+        """Note that a fault began or ended."""
         if is_on:
             self.count("cocodc_faults_total", kind)
         with self._lock:
@@ -192,7 +192,7 @@ class LiveMetrics:
             }
 
     def _goodput(self) -> float | None:
-        """See `timeline.goodput`, with the turns of this process alone."""
+        """Return `timeline.goodput` of this process's turns."""
         began_step, began_s = self._began
         steps = self._step - began_step
         seconds = self._now() - began_s
@@ -203,9 +203,9 @@ class LiveMetrics:
 
 _TIMEOUT_S = 5.0
 _POLL_S = 0.1  # How soon it ends.
-# After a request the server rests so many times the processor time that it took, and so
-# long at least: whatever strangers send, it takes a twentieth of the time of Python's
-# threads.
+# After a request the server rests for a multiple of the processor time that the request
+# took, and at least for a fixed time. So requests take at most a twentieth of the time
+# of Python's threads, whatever is sent.
 _REST = 19
 _LEAST_REST_S = 0.01
 _MOST_REST_S = 2.0
@@ -234,9 +234,9 @@ def serving(
 ) -> Iterator[tuple[str, int]]:
     """Serve the metrics on all addresses of this machine.
 
-    One connection is served at a time, each read for a few seconds at most: others
-    wait in the system's queue and take no file descriptors. Between two of them the
-    server rests. So a flood can hold up scrapes and not the training.
+    It serves one connection at a time, for a few seconds at most. Other connections
+    wait in the system's queue and take no file descriptors. Between two connections the
+    server rests. So a flood of requests can delay scrapes, but not the training.
     """
     with extra("monitoring"):
         from prometheus_client import CollectorRegistry, MetricsHandler, core

@@ -56,7 +56,7 @@ def make(
 def judge(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
 ) -> models.LossFn:
-    """Return the evaluation loss: the same, without stages and simulated time."""
+    """Return the evaluation loss, without stages and simulated step times."""
     divided = layout(config.run, mesh)
     model = with_kernels(
         config,
@@ -71,7 +71,7 @@ def judge(
 def _plain(
     model: models.TransformerConfig, divided: models.Layout | None, parts: int
 ) -> models.LossFn:
-    """Return the loss without stages, of a batch that is cut into parts."""
+    """Return the loss without stages, of a batch that is computed in parts."""
     if divided is not None:
         return models.make_divided_loss_fn(model, divided, parts)
     return models.make_accumulated_loss_fn(models.make_loss_fn(model), parts)
@@ -80,7 +80,8 @@ def _plain(
 def layout(run: RunConfig, mesh: Mesh) -> models.Layout | None:
     """Return how a region's devices share its work.
 
-    On accelerators also for a single device, as its kernels need it.
+    None in pipelines and on a single CPU device. A single accelerator has a layout, as
+    its kernels need one.
     """
     if run.is_pipelined or (is_cpu(mesh) and run.devices_per_region == 1):
         return None
@@ -137,7 +138,7 @@ def with_kernels(
 ) -> models.TransformerConfig:
     """Return the model with its kernels and backward passes chosen for a device.
 
-    `is_divided` is whether devices share a region's loss, see `layout`.
+    `is_divided` says whether a region's loss has a `layout`.
     """
     needs_forward_mode = "gradient_fn" in method.needs
     backward = models.backward.choose(
@@ -178,14 +179,14 @@ _ZERO_MS = time.monotonic_ns() // 1_000_000  # int32 counts 24 days from here
 def paced(loss_fn: LossFn, step_seconds: float, block: LocalRegions) -> LossFn:
     """Return the same loss with a gradient that takes at least a given time.
 
-    It simulates an accelerator's step time, with the host's cores free meanwhile: if
-    all regions of the lab share a few cores, computing takes time from sending and
-    relaying, which no deployment does. The time is of the gradients of all regions of a
-    block.
+    It simulates an accelerator's step time and leaves the host's cores free meanwhile.
+    If all regions of the lab share a few cores, computing takes time from sending and
+    relaying, which does not happen in a deployment. The time is that of the gradients
+    of all regions of a block.
 
-    Data dependencies enforce the order. A callback that reads the clock takes the
-    parameters and returns the 0 that is added to the batch, of integers. One that
-    sleeps until the time is over takes the gradient and returns the predicate of a
+    Data dependencies enforce the order. A first callback reads the clock: it takes the
+    parameters and returns a 0 that is added to the batch, of integers. A second one
+    sleeps until the time is over: it takes the gradient and returns the predicate of a
     conditional that passes the gradient on. Adding a number to the gradient instead
     made XLA compile the optimizer differently, and changed the last bits.
 
@@ -208,7 +209,7 @@ def paced(loss_fn: LossFn, step_seconds: float, block: LocalRegions) -> LossFn:
 
     def backward(began_ms: jax.Array, grads: PyTree) -> tuple[PyTree, None]:
         is_over = _call(until, _BOOL, began_ms, *_parts(grads))
-        # The compiler cannot prove that the gradient is what comes back.
+        # The compiler cannot prove that the result is the gradient.
         passed = jax.lax.cond(
             is_over, lambda g: g, lambda g: jax.tree.map(jnp.negative, g), grads
         )
@@ -241,5 +242,5 @@ def _call(function: Callable, result: Any, *arguments: jax.Array) -> Any:
 
 
 def _parts(tree: PyTree) -> list[jax.Array]:
-    """Return one number of each leaf, which is ready when the leaf is."""
+    """Return one number of each leaf, which is ready when the leaf is ready."""
     return [x.ravel()[0] for x in jax.tree.leaves(tree)]

@@ -1,4 +1,4 @@
-"""How a run is watched from outside: Prometheus metrics, and a command on events."""
+"""Monitoring of a run: Prometheus metrics, and a command that runs on events."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ _STOPPED_S = 5.0
 
 
 class Event(NamedTuple):
-    """Something that an operator wants to know, of a step and a region if any."""
+    """An event for an operator, of a step and a region if it has one."""
 
     name: str  # One of `EVENTS`.
     message: str  # A line.
@@ -55,11 +55,12 @@ EVENTS = (
 def running(
     command: str, workdir: str, timeout_s: float = TIMEOUT_S
 ) -> Iterator[Callable[[Event], None]]:
-    """Run a command for each event that is handed over, one at a time and in order.
+    """Run a command for each event, one at a time and in order.
 
-    A command that takes too long is killed, with its children; events that come while
-    very many wait are dropped. The end waits for commands for twice the time of one, or
-    for `_STOPPED_S` if the run was asked to stop. Standard error says so.
+    A command that takes too long is killed, with its children. Events that arrive while
+    too many wait are dropped. At its end the context waits for commands, for twice the
+    limit of one, or for `_STOPPED_S` if the run was asked to stop. Standard error
+    reports what was killed or dropped.
     """
     waiting: queue.Queue[Event | None] = queue.Queue(_WAITING)
     patience_s = 2 * timeout_s
@@ -137,7 +138,7 @@ def _say(line: str) -> None:
 
 
 class Monitor:
-    """Passes what happens in a process to its metrics and to the command on events."""
+    """Passes a process's events to its metrics and to the command."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class Monitor:
     def extend(
         self, hooks: Hooks, step: int, began: tuple[int, float], saved_step: int | None
     ) -> Hooks:
-        """Return a loop's hooks, extended to be watched."""
+        """Return a loop's hooks, extended by those of the metrics."""
         self._step = step
         self.live.begin(step, began, saved_step)
 
@@ -190,7 +191,7 @@ class Monitor:
         self._notify(Event(name, message, step, region))
 
     def ended(self, step: int, planned_steps: int, eval_loss: float | None) -> None:
-        """Note that the loop ended, at its last step or because it was asked to."""
+        """Note that the loop ended, at its last step or by a request to stop."""
         self._step = step
         loss = "" if eval_loss is None else f", eval_loss {eval_loss:.4f}"
         if step == planned_steps:
@@ -199,7 +200,7 @@ class Monitor:
             self.notify("stopped", f"asked to stop: at step {step} of {planned_steps}")
 
     def fault(self, is_on: bool, finding: Finding, message: str) -> None:
-        """Note that a fault is named, or has ended."""
+        """Note that a fault began or ended."""
         where = "-".join(map(str, finding.where))
         self.live.fault(finding.kind, where, is_on)
 
@@ -285,7 +286,7 @@ class Monitoring:
         own_region: int | None,
         delay_steps: int | None,
     ) -> Iterator[Monitor]:
-        """Watch a run; an exception that ends it is an event."""
+        """Monitor a run; an exception that ends it is an event."""
         place = (own_region or 0) * jax.process_count() + jax.process_index()
         labels = {
             "region": ",".join(map(str, regions)),

@@ -1,4 +1,4 @@
-"""Make a session from its configuration, with all checks before it compiles."""
+"""Make a session from a configuration; all checks run before it compiles."""
 
 import os
 import pathlib
@@ -43,10 +43,10 @@ def prepare(
       workdir: its folder, or one of a bucket (`gs://`); made if missing.
       open_text: `cocodc_jax.data.load`, or a cached version of it.
       earlier: sessions whose compiled programs to reuse if they are the same.
-      processes: who takes part; started already.
+      processes: of the run, which are connected already.
       tracking: where process 0 also shows its records.
-      elastic: where regions are, if each is a separate job.
-      monitoring: how each process is watched from outside.
+      elastic: flags of elastic regions, if each is a separate job.
+      monitoring: metrics of each process, and the command on events.
 
     Raises:
       ValueError: naming the flag, its value and a value that works.

@@ -101,7 +101,7 @@ class Processes:
             )
 
     def _check_unset(self) -> None:
-        """Refuse where the others are, if there are none, or JAX finds them."""
+        """Refuse addresses of processes in a run of one, or if JAX detects them."""
         repair = "say how many there are"
         if self.num_processes == 0:
             repair = "leave it out, JAX finds it"
@@ -115,7 +115,7 @@ class Processes:
 
     @classmethod
     def from_environment(cls, **settings: Any) -> Self:
-        """Return what a launcher has set, or one process; `settings` go first."""
+        """Return the processes that a launcher has set, or one; `settings` override."""
         of_launcher: dict[str, Any] = {}
         if os.environ.get(COUNT, "1") != "1":
             of_launcher = {
@@ -209,9 +209,10 @@ ONE_PROCESS = Processes()
 
 
 def keep_for_python(stdout: Any) -> None:
-    """Keep standard output for what Python prints: Gloo writes its connections there.
+    """Keep standard output for what Python prints.
 
-    Errors of the runtime are on standard error, which stays as it is.
+    Gloo writes its connections there; they are discarded. Standard error, which has the
+    runtime's errors, stays as it is.
     """
     if stdout is None or stdout is not sys.__stdout__ or stdout.fileno() != 1:
         return  # Closed, or captured.
@@ -253,10 +254,10 @@ def check_shares(
 
 @contextlib.contextmanager
 def failing_alone() -> Iterator[None]:
-    """End a process that fails promptly, even if the others do not fail.
+    """End a process that fails at once, even if the others do not fail.
 
-    At exit a process waits for all others, but they may wait for this one, in a
-    collective. Does nothing in a run of one process.
+    At a normal exit it would wait for all others, which may wait for it in a
+    collective. A run of one process is left alone.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A run's folder: who writes there, what may have changed, where the run stopped.
+"""A run's folder: its lock, the changes that a resumed run may have, its position.
 
 `changes.jsonl` has a line for each time that a run was resumed with changes.
 """
@@ -46,13 +46,13 @@ _LOOK_S = 0.1
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
-# What a process that is new takes of another's clock.
+# The parts of a clock that a new process takes from another's.
 CLOCK = ("seconds", "began_step", "began_s")
 
 # Values of both configurations, by the name of a field.
 Changes = Mapping[str, tuple[Any, Any]]
 
-# How the sentence "for NAMES give VALUES" of a refused change goes on.
+# Ends of the error "for NAMES give VALUES" about a change that is refused.
 _OR_ELSE = {
     Kind.COMPUTED: " as before, or train in another workdir with --adopt_from={}, "
     "which goes on from the last checkpoint",
@@ -112,10 +112,10 @@ def _lock(file: IO[bytes]) -> None:
 
 @contextlib.contextmanager
 def starting(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
-    """Mark a process's own folder until it trains; yields what takes the mark away.
+    """Mark a process's own folder until it trains; yield a function that unmarks it.
 
-    A run that goes on has records of its earlier life, so these do not show whether it
-    still compiles.
+    A resumed run has records of its earlier part, so these do not show whether it still
+    compiles.
     """
     mark = folder / STARTING_FILE
     with writing(mark):
@@ -132,7 +132,7 @@ def is_starting(folder: pathlib.Path) -> bool:
 
 
 def owner_of(folder: pathlib.Path) -> str | None:
-    """Return which process writes to a folder now, None if none does."""
+    """Return which process writes to a folder now; None if none does."""
     # There may be no lock, or a file system without.
     with contextlib.suppress(OSError), open_regular(folder / LOCK_FILE) as file:
         try:
@@ -143,7 +143,7 @@ def owner_of(folder: pathlib.Path) -> str | None:
 
 
 def _owner(file: IO[bytes]) -> str:
-    """Return what the process that holds a lock has written to its file."""
+    """Return what a lock's file says of the process that holds it."""
     return file.read().decode(errors="replace").strip() or "another process"
 
 
@@ -184,7 +184,7 @@ def unwritable(workdir: pathlib.Path, error: OSError) -> ValueError:
 def check_workdir(
     config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None
 ) -> TrainConfig | None:
-    """Refuse a folder that holds anything but this run; return the run's own config."""
+    """Refuse a folder that holds anything but this run; return the stored config."""
     check_folder(workdir)
     here = workdir / CHECKPOINTS
     if here.exists() and not here.is_dir():
@@ -205,7 +205,7 @@ def check_workdir(
             "very run, or name another folder"
         ) from error
 
-    # Arguments that are newer than the file take their defaults there too.
+    # Arguments that are newer than the file take their defaults in both.
     first = first.resolve()
     done = max(steps_in(checkpoints or here), default=0)
     _check_changes(first, config, workdir, done)
@@ -215,11 +215,11 @@ def check_workdir(
 def _check_changes(
     first: TrainConfig, config: TrainConfig, workdir: pathlib.Path, done: int
 ) -> None:
-    """Refuse changes that a run that has begun cannot be resumed with.
+    """Raise ValueError for changes with which a run cannot be resumed.
 
     Args:
       first: the configuration that the run began with.
-      config: the one that it is to go on with.
+      config: the one with which it is resumed.
       workdir: its folder.
       done: step of its newest checkpoint.
     """
@@ -255,7 +255,7 @@ def _check_changes(
 
 
 def check_exchange(folder: Any, is_elastic: bool) -> None:
-    """Refuse a run whose regions were not elastic if they are now, and vice versa."""
+    """Refuse elastic regions for a run that began without them, and vice versa."""
     check_folder(folder)
     run = folder.parent if is_elastic else folder
     other = run if is_elastic else run / "region_0"
@@ -331,7 +331,7 @@ def listed(changes: Changes) -> str:
 
 
 def finished_summary(path: pathlib.Path, steps: int) -> dict[str, Any] | None:
-    """Return the summary of a run that ended after so many steps, None without."""
+    """Return the summary of a run that ended at `steps`; None if it has not."""
     if not path.exists():
         return None
     try:
@@ -353,7 +353,7 @@ def open_records(
     step: int,
     mirrors: Sequence[OpenMirror] = (tensorboard,),
 ) -> MetricsWriter:
-    """Open the files of records where a process resumes, at a position and step."""
+    """Open the files of records at the position and step where a process resumes."""
     try:
         offset = position.get("metrics_bytes")
         if offset is None and step:
@@ -369,7 +369,7 @@ def open_records(
 def position(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return where this process resumes, in its own files and in its regions' data.
 
-    Its files are those of the process that had its id when the run was saved, if any.
+    Its files are those of the process with the same id in the checkpoint, if any.
 
     Args:
       saved: what each process added to the checkpoint.
@@ -389,7 +389,7 @@ def position(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def progress(
     saved: Sequence[Mapping[str, Any]], regions: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the records' sums of this process, with losses of its regions.
+    """Return this process's sums of the records, with the losses of its regions.
 
     Args:
       saved: what each process added to the checkpoint.

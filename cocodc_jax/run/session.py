@@ -1,4 +1,4 @@
-"""One run from its configuration: data, model, devices, files; then the loop."""
+"""A run that is ready to train: data, model, devices and files; then the loop."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Session:
       program: the method, not yet compiled.
       evaluate: evaluates parameters on the validation batches.
       tracking: where process 0 also shows its records.
-      monitoring: how this process is watched from outside.
+      monitoring: metrics of this process, and the command on events.
       place: of this region, if each is a separate job.
       elastic: the flags of such regions.
       bucket: behind the workdir, if any.
@@ -107,7 +107,7 @@ class Session:
             rejoin.
           SupersededError: if this region was started again elsewhere.
           OSError: if no region admits this one, or the disk fails; a `CheckpointError`
-            names the last good one.
+            names the last good checkpoint.
         """
         stream = self.text.train_stream()
         with (
@@ -149,7 +149,7 @@ class Session:
                     attempt = attempt.roll_back(error)
 
     def _write_config(self) -> resume.Changes:
-        """Write the configuration, if the folder is new; return what differs there."""
+        """Write the configuration if the folder is new; return differences to it."""
         changes: resume.Changes = {}
         if jax.process_index() == 0:
             try:
@@ -164,7 +164,7 @@ class Session:
     def _summary_if_finished(
         self, checkpoints: Checkpoints, changes: resume.Changes
     ) -> dict[str, Any] | None:
-        """Return the summary if all processes have finished the run, None if not."""
+        """Return the summary if all processes have finished the run, else None."""
         steps = self.config.run.steps
         summary = None
         # Whether the data are the same, the checkpoint checks.
@@ -197,7 +197,7 @@ class Session:
         return Checkpoints(self.checkpoint_dir, keep, cleans=True)
 
     def _watched(self) -> contextlib.AbstractContextManager[Monitor]:
-        """Return the context in which the run is watched from outside."""
+        """Return the context in which the run is monitored."""
         live = LiveMetrics(
             self.config.run.steps,
             self.tokens_at,
@@ -284,7 +284,7 @@ class Session:
         of_mesh = peak_tokens_per_second(self.mesh.devices.flat, flops)
         if of_mesh is None:
             return None
-        # As `tokens_at`, also where the mesh has one region's devices.
+        # Of all regions, as `tokens_at`, also if the mesh has one region's devices.
         return of_mesh * self.program.regions.num / self.program.num_regions
 
     def tokens_at(self, step: int) -> int:

@@ -20,8 +20,8 @@ _ASK_S = 0.2
 class Stop:
     """The request to end a run after a checkpoint; call it once in every turn.
 
-    With several processes, all of them return True from the same call on: the first
-    that none of them has reached yet.
+    With several processes, it returns True in all of them from the same call on, the
+    first one that none of them has reached yet.
     """
 
     def __init__(self, reached: Callable[[], bool], is_asked: Callable[[], bool]):
@@ -38,9 +38,9 @@ class Stop:
 
 
 class StopListener:
-    """Listens for the request to stop, from the first call of `listen` to its exit.
+    """Listens for the request to stop, from the first call of `listen` to the exit.
 
-    Before, SIGTERM ends the process at once, as nothing would be lost.
+    Before that, SIGTERM ends the process at once, as nothing is lost.
     """
 
     def __init__(self):
@@ -60,7 +60,7 @@ class StopListener:
         return self._stop
 
     def hears_request(self) -> bool:
-        """Return whether to stop, False without listening; every process calls it."""
+        """Return whether to stop; False before `listen`. Every process must call it."""
         return self._stop is not None and self._stop()
 
 
@@ -106,7 +106,7 @@ def _stop_of_several_processes() -> Stop:
 
     def should_stop() -> bool:
         nonlocal is_asked
-        if not is_asked:  # It says True at one call only.
+        if not is_asked:  # It returns True only once.
             is_asked = multihost_utils.reached_preemption_sync_point(next(calls))
         return is_asked
 
@@ -114,9 +114,10 @@ def _stop_of_several_processes() -> Stop:
 
 
 def _notices() -> Callable[[], bool]:
-    """Return a function that says whether some process of the run received SIGTERM.
+    """Return a function that returns whether any process received SIGTERM.
 
-    They may be in the middle of a turn, where they cannot agree on a call of `Stop`.
+    Processes may call it in the middle of a turn, where they cannot agree on a call of
+    `Stop`.
     """
     is_noticed = False
     looked_s = -_ASK_S
@@ -129,7 +130,7 @@ def _notices() -> Callable[[], bool]:
 
         looked_s = now
         client = distributed.global_state.client
-        # It raises an error as long as there is no notice.
+        # It raises an error while there is no notice.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             is_noticed = client is not None and bool(client.key_value_try_get(_NOTICE))
         return is_noticed

@@ -34,14 +34,15 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
 def measured(workdir: pathlib.Path, since_step: int) -> tuple[Timeline, int]:
     """Return the timeline of a run from the files of its processes, and its first step.
 
-    That is of the first mark from `since_step` on. A mean arrives at about the same
-    time everywhere, within a network delay, so clocks are aligned by the arrivals.
+    The first step is that of the first mark from `since_step` on. A mean arrives at
+    about the same time in all processes, within a network delay, so clocks are aligned
+    by the arrivals.
     """
     paths = [workdir / FILE, *sorted(workdir.glob(f"process_*/{FILE}"))]
     tables = [_table(path) for path in paths if path.exists()]
     if not tables:
         raise ValueError(f"workdir={str(workdir)!r} holds no {FILE}; train there first")
-    # Of fewer processes than before: the others have left theirs.
+    # Files of earlier processes stay if a run continues with fewer.
     last_step = _last_step(tables[0])
     tables = [table for table in tables if _last_step(table) == last_step]
 
@@ -120,7 +121,7 @@ def _set_clocks(tables: list[dict[str, Any]]) -> None:
 
 
 def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRecord]:
-    """Return merged syncs; of several processes the latest time counts."""
+    """Return the merged syncs; the latest time of the processes counts."""
     by_id: dict[tuple[int, int], dict[int, dict]] = {}
     for process, syncs in enumerate(files):
         for sync in syncs:
@@ -219,7 +220,7 @@ def exposed_share(folder: pathlib.Path, warm_step: int) -> float | None:
 
 
 def goodput(folder: pathlib.Path, steps: int, seconds: float) -> float | None:
-    """Return the share of a run's time that its steps take when undisturbed."""
+    """Return the time of a run's steps if undisturbed, as a share of its time."""
     try:
         step_s = max(read(folder).step_time_s)
     except ValueError:  # Too short.

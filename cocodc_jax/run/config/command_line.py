@@ -1,7 +1,7 @@
-"""Flags of any program: rows of a table, what their values may be, and their errors.
+"""Flags of any program: rows of a table, their possible values, and their errors.
 
-Needs no JAX, like `exits`: programs that train nothing define their flags by it too.
-absl's own parsers say "invalid literal for int() with base 10" of `--steps=ten`.
+Needs no JAX, like `exits`, so that programs that train nothing can use it. absl's own
+parsers report "invalid literal for int() with base 10" for `--steps=ten`.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class Parser(flags.ArgumentParser):
         self.most = most
 
     def parse(self, argument: Any) -> Any:
-        """Return a value; absl puts the name of the flag before an error's text."""
+        """Return the value of a text; absl prefixes errors with the flag's name."""
         read, rule = _TYPES[self.kind]
         try:
             value = read(argument)
@@ -94,7 +94,7 @@ def define(
     """Define a program's flags.
 
     Args:
-      values: what holds them.
+      values: absl's object that holds them.
       rows: of the flags.
       **bounds: the least value of a number by name, or the least and the most.
     """

@@ -1,8 +1,8 @@
-"""Flags that would have no effect in a run, which are refused if a user gives them.
+"""Refuse flags that would have no effect in a run.
 
-Presets and grids may set them: they are for whichever run they fit. `RULES` has the
-rules; which flags a method or an inner optimizer takes stands with its configuration
-(`method_config.check_taken`, `optimizer_config.check_taken`).
+Presets and grids may set such flags, because they serve several kinds of runs. `RULES`
+has the rules. Which flags a method or an inner optimizer takes is checked with its
+configuration (`method_config.check_taken`, `optimizer_config.check_taken`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,12 +53,12 @@ RULES = (
         "--stages=2",
     ),
 )
-# Of runs whose number of processes is known: it is passed in place of a configuration.
+# Rules for numbers of processes, which they receive in place of a configuration.
 OF_PROCESSES = ("heartbeat_timeout_s", "start_timeout_s")
 
 
 def check(arguments: Mapping[str, Any], configs: Sequence[TrainConfig]) -> None:
-    """Refuse a flag that has an effect in none of the runs.
+    """Raise ValueError for a flag that has an effect in none of the runs.
 
     Args:
       arguments: values of the flags on the command line.

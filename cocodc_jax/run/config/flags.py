@@ -1,8 +1,8 @@
 """Flags of a run: from the fields of its configuration, and back to a configuration.
 
-A run's configuration is its preset with the flags that are on the command line. It is
-rebuilt from them, so that its own checks always run. Only this file and `command_line`
-import absl.
+A run's configuration is its preset, changed by the flags on the command line. It is
+rebuilt from them, so its checks always run. Only this file and `command_line` import
+absl.
 """
 
 import dataclasses
@@ -86,12 +86,12 @@ def value(name: str) -> Any:
 
 
 def _values_given(names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of those flags that are on the command line."""
+    """Return the values of the flags that are on the command line."""
     return {name: value(name) for name in names if given(name)}
 
 
 def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
-    """Refuse training flags that the program that starts the training sets itself."""
+    """Refuse training flags that the calling program sets itself."""
     for name in (*before, *nowhere):
         if given(name):
             place = f", or give --{name} before --" if name in before else ""
@@ -101,7 +101,7 @@ def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
 
 
 def processes() -> Processes:
-    """Return which processes take part: the flags, over what a launcher has set."""
+    """Return the processes of the run, from the flags or else from a launcher."""
     settings = _values_given(PROCESSES)
     if given("region_id"):
         return Processes(**settings)  # A separate job, whatever its launcher has set.
@@ -115,7 +115,7 @@ def check_processes(configs: Iterable[TrainConfig], num_processes: int) -> None:
 
 
 def check_one_process() -> None:
-    """Refuse flags or a launcher of several processes, and of an elastic region."""
+    """Refuse flags for several processes or for elastic regions, and launchers."""
     for name, setting in _values_given(ELASTIC).items():
         raise ValueError(
             f"{name}={setting} is of one elastic region, and this program trains all "
@@ -135,11 +135,11 @@ def elastic() -> ElasticFlags:
 
 
 def config() -> TrainConfig:
-    """Return the preset with the flags that are on the command line.
+    """Return the preset, changed by the flags on the command line.
 
-    In a program without `--method`, which trains several, an argument holds for those
-    methods that take it. Such a program checks its flags by `check_methods` and
-    `check_effects` once it knows its runs.
+    In a program without `--method`, which trains several methods, an argument applies
+    to those methods that take it. Such a program checks its flags by `check_methods`
+    and `check_effects` once it knows its runs.
     """
     name = value("preset")
     if name not in PRESETS:
@@ -157,7 +157,7 @@ def config() -> TrainConfig:
 
 
 def check_methods(methods: Iterable[str]) -> None:
-    """Refuse a flag that is an argument of other methods only."""
+    """Refuse a flag that none of the methods takes as an argument."""
     method_config.check_taken(_values_given(ARGUMENTS), methods)
 
 
@@ -180,7 +180,7 @@ def run_main(main: Callable[[], int | None], doc: str = "") -> None:
         keep_programs()
         return main()
 
-    # In place of absl's, which do not know defaults that depend on other flags.
+    # Not absl's, which do not know defaults that depend on other flags.
     app.define_help_flags()
     del FLAGS.help, FLAGS.helpfull
     define_help = [(name, False, "Print this.") for name in ("help", "helpfull")]
@@ -189,7 +189,7 @@ def run_main(main: Callable[[], int | None], doc: str = "") -> None:
 
 
 def help_of(doc: str, is_full: bool = False) -> str:
-    """Return the text of `--help`, with the values that hold given the other flags."""
+    """Return the text of `--help`, with defaults that depend on the other flags."""
     of_runs = {*PROCESSES, *ELASTIC, *LEAVES} if "preset" in FLAGS else set()
     of_program = [
         flag.name
@@ -210,7 +210,7 @@ def help_of(doc: str, is_full: bool = False) -> str:
 
 
 def _run_sections() -> Sections:
-    """Return the configuration's flags by section, with the values that they have."""
+    """Return the configuration's flags by section, with their present values."""
     complete = config()
     methods = list(METHODS)
     arguments: Mapping[str, Any] = dict(complete.method.where_taken)
@@ -243,12 +243,12 @@ def _run_sections() -> Sections:
 
 
 def usage_errors() -> AbstractContextManager[None]:
-    """Turn an error of the set-up, not of training, into one line and exit."""
+    """Print an error of the set-up, but not of training, as one line, and exit."""
     return command_line.usage_errors(FLAGS)
 
 
 def parse(argv: Sequence[str]) -> list[str]:
-    """Parse a command line that has flags only; return its first word, the program."""
+    """Parse a command line of a program's name and flags; return the name."""
     argv = ["--helpfull" if word == "--help=all" else word for word in argv]
     with usage_errors():
         words = FLAGS(argv)

@@ -1,4 +1,4 @@
-"""The text of `--help`: flags in sections, those that most runs set first.
+"""The text of `--help`: flags in sections, beginning with those that most runs set.
 
 Needs no JAX: the network lab's programs print their help without it.
 """
@@ -31,7 +31,7 @@ MAIN = (
     "eval_every",
     "checkpoint_every",
 )
-# A program's own that few runs need.
+# Flags of a program that few runs need.
 RARE = (
     "plan_frontier",
     "plan_step_s",
@@ -43,7 +43,7 @@ RARE = (
     "on_event",
     "json",
 )
-# Set to test or measure this package, and listed last.
+# Flags for testing or measuring this package, listed last.
 DEVELOPER = (
     "step_seconds",
     "outer_digests",
@@ -125,8 +125,8 @@ def by_use(sections: Sections, in_full: tuple[str, ...]) -> Sections:
 
     Args:
       sections: the program's own flags first, then those of runs.
-      in_full: how the titles of sections begin whose flags are explained; of all others
-        a line names them.
+      in_full: beginnings of the titles of the sections whose flags are explained. Flags
+        of other sections are only named, in a line.
     """
     first, *others = sections
     titles: dict[str, str] = {

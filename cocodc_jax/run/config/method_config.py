@@ -1,7 +1,7 @@
-"""The method of a run, and its arguments, which are read from the functions.
+"""The method of a run, and its arguments, which are read from the methods' functions.
 
-Names, types and defaults are those of the signatures of the functions in `METHODS`,
-help is in "Args" there. A new argument of such a function is a flag everywhere.
+Names, types and defaults come from the signatures of the functions in `METHODS`, help
+from their "Args". A new argument of such a function is a flag in all programs.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from cocodc_jax.transforms.numerics import check_finite
 
 _FEW = 3  # methods that are named in the help of a flag
 
-# Arguments that a run may be resumed with another value of.
+# Arguments whose value may change when a run is resumed.
 _FREE = ("outer_placement",)
 
 
 def method_leaves(methods: Mapping[str, Callable]) -> dict[str, Leaf]:
     """Return a leaf for each argument that any of these methods takes.
 
-    Where all methods take it, its type and its text are those of `methods.adapted`.
+    Arguments that all methods take have the type and the text of `methods.adapted`.
     """
     takers: dict[str, dict[str, Callable]] = {}
     for method, function in methods.items():
@@ -43,7 +43,7 @@ def method_leaves(methods: Mapping[str, Callable]) -> dict[str, Leaf]:
 
 
 def _leaf(name: str, takers: Mapping[str, Callable], whose: str) -> Leaf:
-    """Return the leaf of an argument; the first method that documents it has the text.
+    """Return the leaf of an argument, with the text of the first method that has one.
 
     Args:
       name: of the argument.

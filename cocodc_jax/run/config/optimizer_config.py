@@ -143,7 +143,13 @@ class OptimizerConfig:
 def check_taken(
     arguments: Mapping[str, Any], optimizers: Iterable[str], steps_by_sign: bool
 ) -> None:
-    """Refuse arguments that none of the optimizers uses, or no method (by a sign)."""
+    """Refuse arguments that none of the optimizers uses, or none of the methods.
+
+    Args:
+      arguments: values by name.
+      optimizers: names of the runs' inner optimizers.
+      steps_by_sign: whether any of the methods steps by a sign.
+    """
     optimizers = sorted(set(optimizers))
     if "sign_lr_fraction" in arguments and not steps_by_sign:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What pipeline stages send to one another: a compressor of `--stage_compress`."""
+"""The codec of messages between pipeline stages, from `--stage_compress`."""
 
 import math
 
@@ -15,11 +15,11 @@ def build_codec(text: str) -> StageCodec:
     """Return the codec of `stage_compress`.
 
     `threshold:0.1` is DCT, dynamic communication thresholding (arXiv 2010.08899), of
-    activations and of their gradients: per microbatch, entries of at least a threshold
-    are sent, and the threshold is recomputed every so many messages (`every`). The
-    paper has thousands of steps between two; here they are at most a step's
-    microbatches, as the loss has no state. With `ef+threshold:0.1`, what one
-    microbatch's message left out is added to the next one's, of other sequences.
+    activations and of their gradients: for each microbatch, entries of at least a
+    threshold are sent, and the threshold is recomputed after `every` messages. The
+    paper recomputes it after thousands of steps; here after at most a step's messages,
+    because the loss has no state. With `ef+threshold:0.1`, the entries that one
+    microbatch's message leaves out are added to the next one's, of other sequences.
 
     Parameters are evaluated with the plain model, without a codec; losses and bytes
     measured here are in docs/results/archive/methods.md.
@@ -45,9 +45,9 @@ def build_codec(text: str) -> StageCodec:
 
 
 def _entry_bytes(message: Packed) -> jax.Array:
-    """Return the bytes of the entries that reached the threshold, with their indices.
+    """Return the bytes of the entries that reach the threshold, with their indices.
 
-    The message is padded with zeros, which are never chosen.
+    The message is padded with zeros, which never reach it.
     """
     # Uncompressed; thresholds with another encoding have it in their name.
     values = message.arrays["values"].arrays

@@ -11,8 +11,8 @@ from cocodc_jax.run.config.method_config import ARGUMENTS, WHERE_TAKEN, MethodCo
 from cocodc_jax.run.config.optimizer_config import OptimizerConfig
 from cocodc_jax.run.config.run_config import RunConfig
 
-# Fields that are no leaves: set by other sections (the tokenizer, the run's own seed),
-# or holding the arguments of methods.
+# Fields without a flag: those that other sections set (the tokenizer, the run's seed),
+# and those that hold the arguments of methods.
 DERIVED = {
     "model": ("vocab_size",),
     "data": ("seed",),
@@ -54,7 +54,7 @@ class TrainConfig:
         self._check_batch()
 
     def _check_batch(self) -> None:
-        """Refuse a batch that devices cannot share out."""
+        """Raise ValueError if the devices cannot divide the batch."""
         run = self.run
         batch = self.data.batch_per_region
         if any(batch % size for size in run.unequal(batch).batch_sizes):
