@@ -1,4 +1,4 @@
-"""What text a run reads, how it is tokenised and how regions share it."""
+"""Settings of a run's data: its text, its tokenizer, and how regions share it."""
 
 import dataclasses
 import pathlib
@@ -7,7 +7,7 @@ from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind, o
 from cocodc_jax.files import UnwritableError, ensure_folder
 
 MAX_LOADER_THREADS = 64
-# Of `bpe:`. The library takes memory for all it is asked for, or ends the process.
+# Of `bpe:`. The library allocates memory for any size, or ends the process.
 _LEAST_TOKENS = 257
 _MOST_TOKENS = 1 << 24
 

@@ -1,11 +1,11 @@
-"""Endless streams of training batches, one per region, that can stop and go on.
+"""Endless streams of training batches, one per region, that can stop and continue.
 
 A region's documents are put in a new random order each epoch and cut into windows of
-about `shuffle_window_bytes` of text. A window, one Grain element, is read, tokenised,
-joined, cut into sequences and its sequences are shuffled, so that those of a batch come
-from many documents. Unlike a shuffle buffer, a window is a pure function of (seed,
-region, index): Grain can make windows in worker threads, and the state of a stream is
-two integers per region.
+about `shuffle_window_bytes` of text. The documents of a window, one Grain element, are
+read, tokenised, joined and cut into sequences. These are shuffled, so that the
+sequences of a batch come from many documents. Unlike a shuffle buffer, a window is a
+pure function of (seed, region, index), so Grain can make windows in worker threads, and
+the state of a stream is two integers per region.
 """
 
 import threading
@@ -35,7 +35,7 @@ class TokenizedDocuments:
     """Documents, or chunks of them, as arrays of ids that end in end-of-text tokens.
 
     Up to 2**26 tokens are kept in memory (128 MB, or 256 MB if the vocabulary is above
-    65,536). The rest is tokenised whenever it is read.
+    65,536). Other documents are tokenised again whenever they are read.
     """
 
     def __init__(self, documents: "Documents", tokenizer: Tokenizer):
@@ -94,8 +94,8 @@ def pack_sequences(documents: Sequence[np.ndarray], length: int) -> np.ndarray:
 class Stream(Protocol):
     """An endless iterator over batches that can stop and continue.
 
-    What `cc.train` and a run read from. `TrainStream` is one; a stream of your own can
-    take its place where its batches are what the loss takes.
+    `cc.train` and runs read from one. `TrainStream` is a stream of text; any other can
+    take its place if the loss takes its batches.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,8 +115,8 @@ class Stream(Protocol):
         """Return the position in the stream, for a checkpoint.
 
         Returns:
-          Values that JSON can hold, with every batch up to the last `__next__` behind
-          them, however many batches are prepared ahead.
+          Values that JSON can hold. The position is after the last batch that
+          `__next__` returned, however many batches are prepared ahead.
         """
         ...
 
@@ -132,17 +132,16 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop what prepares batches ahead; the stream is not read again."""
+        """Stop preparing batches ahead; the stream is not read again."""
         ...
 
 
 class TrainStream:
     """Iterator over the batches of some regions, int32 `[R_local, B, L + 1]`.
 
-    It is a `Stream`.
-
-    The batches of a region depend on the corpus, the tokenizer, the seed, the region
-    and the number of regions, not on which process reads them or on thread timing.
+    It is a `Stream`. The batches of a region depend on the corpus, the tokenizer, the
+    seed, the region and the number of regions, not on which process reads them or on
+    thread timing.
     """
 
     def __init__(self, iterators: Mapping[int, Any], fingerprint: str):
@@ -157,12 +156,12 @@ class TrainStream:
         return np.stack(batches, dtype=np.int32)
 
     def get_state(self) -> dict[str, Any]:
-        """Return where the stream stands, as a dictionary that JSON can hold."""
+        """Return the position in the stream, as a dictionary that JSON can hold."""
         regions = {str(r): it.get_state() for r, it in self._iterators.items()}
         return {"fingerprint": self._fingerprint, "regions": regions}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Move to where `state` was taken; the next batch is then the same."""
+        """Move to the position of `state`; the next batch is then the same."""
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
                 f"the state is of the data {state['fingerprint']!r}, but this stream "
@@ -178,7 +177,7 @@ class TrainStream:
             iterator.set_state(state["regions"][str(region)])
 
     def close(self) -> None:
-        """Stop the worker threads; windows not yet begun are given up."""
+        """Stop the worker threads, without making further windows."""
         for iterator in self._iterators.values():
             iterator.close()
 
@@ -188,8 +187,8 @@ def cut_to_sizes(
 ) -> Iterator[np.ndarray]:
     """Return batches of regions, each cut to its region's own size.
 
-    Shapes stay as they are: a smaller batch is repeated, which leaves the mean of its
-    losses and gradients what it is.
+    Shapes stay the same: a smaller batch is repeated, which does not change the mean of
+    its losses and gradients.
     """
     if set(sizes) == {full}:
         return batches

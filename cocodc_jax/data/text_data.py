@@ -1,9 +1,10 @@
 """Text for every region of a run: one call from a configuration to token streams.
 
-Each region reads its own training documents. `partition=iid` deals documents in turn;
-they are stored in the order of a hash, so every region gets a random sample. `source`
-deals whole sources, the largest first and each to the region that has the fewest bytes
-so far (the longest-processing-time rule; Graham, 1969).
+Each region reads its own training documents. `partition=iid` assigns documents to
+regions in turn; they are stored in the order of a hash, so every region gets a random
+sample. `source` assigns all documents of a source to one region, the largest source
+first, each to the region that has the fewest bytes so far (the longest-processing-time
+rule; Graham, 1969).
 """
 
 import collections
@@ -50,7 +51,7 @@ class TextData:
         num_regions: int,
         regions: Sequence[int],
     ):
-        """Deal the documents of an open corpus to regions; `load` opens one."""
+        """Assign the documents of an open corpus to regions; `load` opens one."""
         if not set(regions) <= set(range(num_regions)):
             raise ValueError(
                 f"regions={tuple(regions)} are not all below num_regions={num_regions}"
@@ -106,8 +107,8 @@ class TextData:
         batch = self.config.batch_per_region
         length = self.config.sequence_length + 1
         needed = num_batches * batch
-        # Many more sequences than needed where there are, so that those chosen come
-        # from many documents.
+        # More sequences than needed, if possible, so that the chosen ones come from
+        # many documents.
         num_tokens = max(_EVAL_POOL_TOKENS, needed * length)
         pool = self._validation.first(range(len(self._validation)), num_tokens)
         sequences = pack_sequences(pool, length)
@@ -154,7 +155,7 @@ def load(
 def region_documents(
     corpus: "Corpus", partition: str, num_regions: int
 ) -> list[Sequence[int]]:
-    """Deal the training documents to regions."""
+    """Assign the training documents to regions."""
     if partition == "iid":
         return [range(r, len(corpus.train), num_regions) for r in range(num_regions)]
     if not corpus.has_sources:
@@ -177,7 +178,7 @@ def region_documents(
 
 
 def deal_sources(sizes: Mapping[str, int], num_regions: int) -> list[list[str]]:
-    """Deal sources to regions, balanced by size.
+    """Assign sources to regions, balanced by size.
 
     >>> deal_sources({"a": 5, "b": 3, "c": 3, "d": 1}, num_regions=2)
     [['a', 'd'], ['b', 'c']]

@@ -40,7 +40,7 @@ _CHECKED = ("bos_token", "eos_token", "unk_token")
 
 
 class Tokenizer(abc.ABC):
-    """What the data pipeline needs of a tokenizer."""
+    """The interface that the data pipeline needs of a tokenizer."""
 
     num_tokens: int  # One more than the largest id.
     eos_id: int  # Of the token that ends a document.
@@ -83,12 +83,12 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Decode bytes; broken UTF-8, as at a cut, becomes U+FFFD."""
+        """Decode bytes; invalid UTF-8, as at a cut, becomes U+FFFD."""
         ids = np.asarray(ids)
         return ids[ids < _NUM_BYTES].astype(np.uint8).tobytes().decode(errors="replace")
 
     def files(self) -> dict[str, bytes]:
-        """Return the same as a `tokenizer.json`."""
+        """Return an equal tokenizer as a `tokenizer.json`."""
         import tokenizers as hf
         from tokenizers import decoders, models, pre_tokenizers
 
@@ -109,7 +109,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _read_folder(path: pathlib.Path) -> dict[str, bytes]:
-    """Return what is in the files that Hugging Face keeps a tokenizer in, by name."""
+    """Return the content of a folder's Hugging Face tokenizer files, by name."""
     if not (path / JSON).is_file():
         pieces = sorted(path.glob("*.model"))
         instead = f"; use sentencepiece:{pieces[0]}" if pieces else ""
@@ -120,7 +120,7 @@ def _read_folder(path: pathlib.Path) -> dict[str, bytes]:
 
 
 def _token_config(files: dict[str, bytes]) -> dict[str, Any]:
-    """Return what a folder's files say of its tokens."""
+    """Return the settings of the tokens in a folder's files."""
     return json.loads(files.get(CONFIG, b"{}"))
 
 
@@ -154,7 +154,7 @@ def _check_folder(
 
 
 def _content(token: Any) -> Any:
-    """Return the text of a token, which may stand in a table with its settings."""
+    """Return the text of a token, which may be in a table with its settings."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -212,7 +212,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(np.asarray(ids).tolist())
 
     def files(self) -> dict[str, bytes]:
-        """Return the folder's files, or what stands for them."""
+        """Return the folder's files, or equivalent ones."""
         return self._files or _files_of(self._tokenizer, self._eos_token)
 
 
@@ -251,7 +251,7 @@ class SentencePieceTokenizer(Tokenizer):
 def load_tokenizer(
     name: str, texts: Iterable[str], corpus_fingerprint: str, folder: pathlib.Path
 ) -> Tokenizer:
-    """Make the tokenizer called `name`; `folder` keeps trained BPE."""
+    """Return the tokenizer called `name`; `folder` caches trained BPE."""
     kind, _, path = name.partition(":")
     if kind == "bytes":
         return ByteTokenizer()

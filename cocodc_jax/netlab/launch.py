@@ -18,8 +18,8 @@ from cocodc_jax.files import open_regular
 from cocodc_jax.netlab import children, region, relay
 from cocodc_jax.netlab.plan import Plan
 
-_ROOT = pathlib.Path(__file__).parents[2]  # from where `-m experiments...` works
-_SPARE_S = 5.0  # after the grace, before a region's keeper is killed itself
+_ROOT = pathlib.Path(__file__).parents[2]  # From there `-m experiments...` works.
+_SPARE_S = 5.0  # After the grace period, before a region's keeper is killed.
 _STDOUT = 1
 _STDERR = 2
 
@@ -29,7 +29,7 @@ class LabError(RuntimeError):
 
 
 def run(plan: Plan) -> int:
-    """Run the command in every region, and end all that was started.
+    """Run the command in every region, and end all processes.
 
     Returns:
       0, or the exit code of the region that failed first (128 + n after signal n), or
@@ -55,15 +55,17 @@ def run(plan: Plan) -> int:
 
 
 class _Lab:
-    """The processes of a run. `close` may be called at any moment, also half-way."""
+    """The processes of a run; `close` may be called at any time."""
 
     def __init__(self, plan: Plan):
         self.exit_code = 0
         self._plan = plan
-        # As the lab's processes read it, which run in another folder.
+        # With absolute paths, as the lab's processes run in another folder.
         changes = plan.changes_path and plan.changes_path.absolute()
         logdir = plan.logdir.absolute()
-        self._told = dataclasses.replace(plan, logdir=logdir, changes_path=changes)
+        self._absolute_plan = dataclasses.replace(
+            plan, logdir=logdir, changes_path=changes
+        )
 
         self._selector = selectors.DefaultSelector()
         self._regions: dict[int, subprocess.Popen] = {}  # that run
@@ -112,12 +114,12 @@ class _Lab:
             raise LabError("the relay broke; see its message above")
 
     def stop(self, exit_code: int) -> None:
-        """Asks all commands to end; `wait` then returns. A signal handler's work."""
+        """Ask all commands to end; `wait` then returns. For a signal handler."""
         self.exit_code = self.exit_code or exit_code
         self._stop_regions()
 
     def close(self) -> None:
-        """End all that still runs; gives commands `grace_s`."""
+        """End all processes that still run; commands have `grace_s` for it."""
         self._stop_regions()
         try:
             self.wait()
@@ -131,7 +133,13 @@ class _Lab:
             self._selector.close()
 
     def _start_region(self, region_id: int, socket_fd: int) -> None:
-        arguments = (self._told, region_id, os.getcwd(), socket_fd, os.getpid())
+        arguments = (
+            self._absolute_plan,
+            region_id,
+            os.getcwd(),
+            socket_fd,
+            os.getpid(),
+        )
         with open_regular(self._plan.log_path(region_id), "wb") as log:
             out = log if region_id else subprocess.PIPE  # Region 0 is shown.
             process = _start_module(
@@ -145,7 +153,7 @@ class _Lab:
             self._show(process.stderr, _STDERR)
 
     def _start_relay(self, devices: Sequence[int]) -> None:
-        arguments = (self._told, devices, os.getpid())
+        arguments = (self._absolute_plan, devices, os.getpid())
         self._relay = _start_module(
             relay.__name__, arguments, pass_fds=devices, stdout=subprocess.PIPE
         )
@@ -156,7 +164,7 @@ class _Lab:
         self._on_end(self._relay, self._relay_ended)
 
     def _step(self) -> bool:
-        """Handle what happens within a second; False if nothing did."""
+        """Handle the events of the next second; return False if there were none."""
         ready = self._selector.select(timeout=1.0)
         for key, _ in ready:
             key.data()
@@ -193,7 +201,7 @@ class _Lab:
             self._kill_at_s = time.monotonic() + self._plan.grace_s + _SPARE_S
 
     def _show(self, pipe: IO[bytes], terminal_fd: int) -> None:
-        """Copy what region 0 writes to its log and to the terminal."""
+        """Copy region 0's output to its log and to the terminal."""
 
         def copy() -> None:
             text = os.read(pipe.fileno(), 65536)

@@ -1,4 +1,4 @@
-"""What a run of the lab is: the regions, the command, the conditions over time."""
+"""A run of the lab: its regions, their command, and the links' conditions over time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # The lab's processes read plans, and load no NumPy.
 _INTERNET_MTU_BYTES = 1500
 _LARGEST_MTU_BYTES = 65000
 _PACKET_S = 0.001
-_SHORTEST_S = 0.2  # that windows are made for
+_SHORTEST_S = 0.2  # The shortest round trip that windows are made for.
 _LARGEST_WINDOW_BYTES = 2**28
 
 
@@ -33,14 +33,14 @@ class Plan:
       logdir: folder for region_N.log, region_N.hosts and traffic.json.
       conditions: of the links, over time.
       mtu_bytes: largest packet.
-      window_bytes: TCP may have so much under way in each connection.
+      window_bytes: the most that TCP may have under way in each connection.
       buffer_s: longest wait in a queue of the relay.
-      congestion_control: of TCP, the kernel's name.
-      restarts_slowly: whether TCP begins with a small window again after a rest.
+      congestion_control: the kernel's name of TCP's algorithm.
+      restarts_slowly: whether TCP begins with a small window again after idle time.
       seed: of loss and jitter.
       grace_s: between asking a command to end and killing it.
-      changes_path: a file; the times of the conditions count from when it is there,
-        None is from the lab's start.
+      changes_path: a file from whose creation the times of the conditions count; None
+        counts from the lab's start.
     """
 
     regions: tuple[str, ...]
@@ -70,7 +70,7 @@ class Plan:
         return self.logdir / "traffic.json"
 
     def summary(self) -> str:
-        """Return what the relay has counted, on one line."""
+        """Return the relay's counts, on one line."""
         try:
             traffic = json.loads(read_regular(self.traffic_path))
         except FileNotFoundError:
@@ -96,13 +96,13 @@ def make_plan(
     mtu_bytes: int | None = None,
     **settings: Any,
 ) -> Plan:
-    """Plan a run over a network, with sizes that suit its links as they usually are.
+    """Plan a run over a network, with sizes that suit its links without changes.
 
     Args:
       topology: links and their changes.
       command: program and arguments, see `Plan`.
       logdir: folder for logs and counters.
-      region_bps: bits per second of all that a region sends, and of all it receives.
+      region_bps: bits per second that a region can send, and receive, in all.
       mtu_bytes: largest packet; None is what the slowest link passes in a millisecond.
       **settings: further fields of `Plan`.
     """
@@ -123,8 +123,8 @@ def conditions_over_time(
 ) -> tuple[Conditions, ...]:
     """Return the conditions from each moment at which a link changes.
 
-    A change of all that a region sends (it names no receiver) holds for the region's
-    uplink too, and one of all that it receives for its downlink.
+    A change without a receiver also applies to the sending region's uplink, and one
+    without a sender to the receiving region's downlink.
     """
     times = sorted({0.0, *topology.change_times_s})
     return tuple(_conditions_at(topology, time, region_bps) for time in times)
@@ -137,13 +137,13 @@ def _conditions_at(topology: Topology, time_s: float, region_bps: float) -> Cond
     def of_links(entry: Callable[..., Any]) -> tuple[tuple[Any, ...], ...]:
         return tuple(tuple(entry(link) for link in row) for row in topology.links)
 
-    # Its rates without what one TCP stream reaches, its delays without jitter.
+    # Rates of the link, not of one TCP stream; delays without jitter.
     plain = of_links(lambda x: dataclasses.replace(x, jitter_s=0.0, loss=0.0))
     state = dataclasses.replace(topology, links=plain).at(time_s)
 
     def cap(*ends: int | None) -> float:
         whole = [c for c in active if (c.source, c.target) in (ends, (None, None))]
-        # A region that is cut off is so by its links: a meter of rate 0 has no end.
+        # Links cut a region off, not its meter: with a rate of 0 it would never end.
         factors = [c.bandwidth_factor for c in whole if c.bandwidth_factor]
         return region_bps * math.prod(factors)
 
@@ -159,24 +159,24 @@ def _conditions_at(topology: Topology, time_s: float, region_bps: float) -> Cond
 
 
 def usual_mtu_bytes(conditions: Conditions) -> int:
-    """Return the packet size to emulate with: what the slowest meter passes in 1 ms.
+    """Return the packet size to emulate with: the bytes of the slowest meter in 1 ms.
 
     A packet costs the relay the same whatever its size, but a packet behind it waits.
-    On lossy links it is the Internet's 1500, since losses are counted by packets.
+    On lossy links it is the Internet's 1500, because packets are lost, not bytes.
     """
     if any(_between(conditions.loss)):
         return _INTERNET_MTU_BYTES
     slowest_bps = min(_between(conditions.rate_bps) + [*conditions.uplink_bps])
-    # A region by itself may have no meter.
+    # A single region may have no meter.
     size = min(slowest_bps / 8 * _PACKET_S, _LARGEST_MTU_BYTES)
     return max(int(size), _INTERNET_MTU_BYTES)
 
 
 def usual_window_bytes(conditions: Conditions) -> int:
-    """Return what one TCP connection may have under way.
+    """Return the bytes that one TCP connection may have under way.
 
-    Enough to fill the fastest link for a round trip, and as much again for what waits
-    in queues; four times so much, as the kernel counts its own overhead and gives an
+    They fill the fastest link for a round trip, and as much again waits in queues. The
+    result is four times that, because the kernel counts its own overhead and gives an
     application half.
     """
     fastest = max([*_between(conditions.rate_bps), 0.0])

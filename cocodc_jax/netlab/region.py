@@ -1,16 +1,15 @@
 """The process that keeps one region: its namespaces, its device, its command.
 
-`python -m cocodc_jax.netlab.region` reads from standard input what the lab has pickled
+`python -m cocodc_jax.netlab.region` reads the lab's pickled values from standard input
 (the plan, the region's number, the folder to run in, a socket to the lab, the lab's
 process). It makes the region, sends its TUN device over the socket, waits there for a
-byte, runs the command, and ends with its exit code (128 + n after signal n). Whatever
-the command leaves running is killed. On SIGTERM, and when the lab is gone, the command
-has `grace_s` to end.
+byte, runs the command, and ends with its exit code (128 + n after signal n). It kills
+all processes that the command leaves running. On SIGTERM, and when the lab is gone, the
+command has `grace_s` to end.
 
-Network and mount namespaces are anonymous: nothing names them, so the kernel takes
-them down, with the device in them, when the last process or descriptor in them is
-gone. No clean-up can be forgotten, also after kill -9. (A user looks inside one with
-`nsenter --net --target PID`.)
+Network and mount namespaces are anonymous: no file names them, so the kernel removes
+them, with the device in them, when their last process or descriptor is gone. Nothing
+has to clean up, not even after kill -9. (`nsenter --net --target PID` looks inside.)
 """
 
 import contextlib
@@ -47,11 +46,11 @@ _TUNSETIFF = 0x400454CA
 _IFF_TUN = 0x0001
 _IFF_NO_PI = 0x1000
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
-_QUEUE_PACKETS = 10000  # in the device; the relay's queues are the ones that count
+_QUEUE_PACKETS = 10000  # In the device; the relay's queues are shorter.
 
 _FIRST_WINDOW_PACKETS = 16
 _TCP = pathlib.Path("/proc/sys/net/ipv4")
-_COORDINATOR_PORT = 29400  # free: the namespace is new
+_COORDINATOR_PORT = 29400  # Free, as the namespace is new.
 _SHORTEST_GRACE_S = 1e-3
 
 
@@ -84,7 +83,7 @@ def address(region_id: int) -> str:
 
 
 def congestion_controls() -> list[str]:
-    """Return the algorithms of TCP that a network namespace of its own may use."""
+    """Return the congestion controls that a new network namespace may use."""
     return (_TCP / "tcp_allowed_congestion_control").read_text().split()
 
 
@@ -99,9 +98,9 @@ def hosts(text: str, hostname: str, region_id: int, num_regions: int) -> str:
 
 
 def environment(region_id: int, num_regions: int) -> dict[str, str]:
-    """Return the command's environment: the lab's, who it is, and no proxies.
+    """Return the command's environment: the lab's, the region's, and no proxies.
 
-    A proxy cannot be reached from inside, and gRPC would ask it for the coordinator.
+    A proxy cannot be reached from inside, and gRPC would use it for the coordinator.
     """
     kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     return kept | {
@@ -113,7 +112,7 @@ def environment(region_id: int, num_regions: int) -> dict[str, str]:
 
 
 def _make(plan: Plan, region_id: int) -> int:
-    """Make the region; returns its TUN device."""
+    """Make the region; return its TUN device."""
     children.call(libc.unshare, _CLONE_NEWNET | _CLONE_NEWNS)
     # Mounts made from here on stay here.
     _mount(b"none", b"/", _MS_REC | _MS_PRIVATE)
@@ -130,7 +129,7 @@ def _make(plan: Plan, region_id: int) -> int:
 
 def _open_tun(region_id: int, mtu_bytes: int) -> int:
     """Make the region's device, give it its address, and return it, non-blocking."""
-    # IPv4 only: the relay knows no other, and nobody shall pick another address.
+    # IPv4 only: the relay supports no other, and no program may choose another.
     if (ipv6 := pathlib.Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")).exists():
         ipv6.write_text("1")
     fd = os.open(_TUN_PATH, os.O_RDWR | os.O_NONBLOCK)
@@ -162,7 +161,7 @@ def _mount(source: bytes, target: bytes, flags: int) -> None:
 
 
 def _run(plan: Plan, region_id: int, folder: str) -> int:
-    """Run the command to its end; returns its exit code."""
+    """Run the command to its end; return its exit code."""
 
     def stop(number: int, frame: object) -> None:
         del number, frame
@@ -200,7 +199,7 @@ def _kill_children(*_: object) -> None:
 
 
 def _end_all() -> None:
-    """Kills descendants until there are none: orphans become children in turn."""
+    """Kill descendants until none is left: orphans become children in turn."""
     with contextlib.suppress(ChildProcessError):
         while True:
             _kill_children()
@@ -208,7 +207,7 @@ def _end_all() -> None:
 
 
 def main() -> int:
-    """Run the region; returns the command's exit code."""
+    """Run the region; return the command's exit code."""
     plan, region_id, folder, socket_fd, parent_pid = pickle.load(sys.stdin.buffer)
     children.die_with_parent(parent_pid, signal.SIGTERM)
     # Descendants whose parents end become children of this process.

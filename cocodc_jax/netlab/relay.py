@@ -1,9 +1,9 @@
 """The process that carries packets between the regions' TUN devices.
 
-`python -m cocodc_jax.netlab.relay` reads from standard input what the lab has pickled
+`python -m cocodc_jax.netlab.relay` reads the lab's pickled values from standard input
 (the plan, the devices' file descriptors, the lab's process), prints "ready", and runs
-until SIGTERM. It uses the standard library only, one thread, and sleeps whenever no
-packet is due; a packet may be handed over up to `TICK_S` late.
+until SIGTERM. It uses the standard library only and one thread, and sleeps when no
+packet is due; a packet may be delivered up to `TICK_S` late.
 """
 
 import contextlib
@@ -26,17 +26,20 @@ from cocodc_jax.netlab.shaper import Shaper
 
 TICK_S = 0.0005
 _MAX_PACKET_BYTES = 65536
-_BATCH_PACKETS = 64  # of one region, before the others have their turn
+_BATCH_PACKETS = 64  # Of one region, before the next one's.
 _REPORT_S = 1.0
-_PRIORITY = 1  # the lowest of the real-time ones
-_IDLE_S = 0.1  # select does not return when a signal asks to stop
+_PRIORITY = 1  # The lowest real-time priority.
+_IDLE_S = 0.1  # `select` does not return on a signal to stop.
 
 
 class Relay:
     """Reads packets, lets the shaper hold them, and writes those that are due."""
 
     def __init__(self, plan: Plan, devices: Sequence[int]):
-        """Idle; `devices` has one non-blocking file descriptor per region."""
+        """Set up an idle relay.
+
+        `devices` has one non-blocking file descriptor per region.
+        """
         self._plan = plan
         self._devices = devices
         self._shaper = Shaper(plan.conditions, plan.buffer_s, plan.seed)
@@ -52,7 +55,7 @@ class Relay:
         self._late_s = self._max_late_s = 0.0  # their sum, and the most of one
 
     def run(self) -> None:
-        """Carry packets until `stop` is called, then writes the counters."""
+        """Carry packets until `stop` is called, then write the counters."""
         report_s = look_s = 0.0
         while not self._is_stopped:
             wait_s = min(self._shaper.next_s - self._now_s(), _IDLE_S)
@@ -93,7 +96,7 @@ class Relay:
         partial.replace(path)
 
     def _look_for_changes(self) -> None:
-        """Begin the conditions' clock where the file is there that it waits for."""
+        """Start the conditions' clock once the file that it waits for exists."""
         path = self._plan.changes_path
         if math.isinf(self._shaper.changes_from_s) and path and path.exists():
             self._shaper.changes_from_s = self._now_s()
@@ -133,7 +136,7 @@ def main() -> None:
     """Run the relay until SIGTERM or until the parent is gone."""
     plan, devices, parent_pid = pickle.load(sys.stdin.buffer)
     children.die_with_parent(parent_pid, signal.SIGTERM)
-    # Ahead of the commands, which may use every core; where it may not, it may not.
+    # Ahead of the commands, which may use every core, if permissions allow it.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_PRIORITY))
     relay = Relay(plan, devices)

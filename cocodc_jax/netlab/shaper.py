@@ -8,11 +8,11 @@ A packet of b bits that region i sends to region j at time t
     reaches j at          a = max(d + delay_ij + jitter, previous a of ij)
     is handed over at         max(a, previous hand-over to j + b / downlink_j)
 
-so that bits flow through (an idle meter adds nothing to the one before it) and packets
-of an ordered pair never overtake one another. A packet that would wait longer than
-the buffer at a meter is dropped, as at the tail of a full queue. While a link has rate
-0 (an outage), what enters it is dropped; what is on its way arrives. A packet keeps the
-rate and the delay of the moment it was sent.
+so bits flow through (an idle meter adds nothing to the one before it) and packets of an
+ordered pair never overtake one another. A packet that would wait longer than the buffer
+at a meter is dropped, as at the tail of a full queue. While a link has rate 0 (an
+outage), packets that enter it are dropped; those under way arrive. A packet keeps the
+rate and the delay of the moment at which it was sent.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _IN_DOWNLINK = 1
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """All links from one moment on. In a matrix, the row sends, the column receives.
+    """All links from one moment on. In matrices, the row sends, the column receives.
 
     Attributes:
       start_s: since when, in seconds; the first of a sequence starts at 0.
@@ -37,8 +37,9 @@ class Conditions:
       delay_s: one-way delay of each ordered pair in seconds.
       jitter_s: the delay varies by at most this much either way, in seconds.
       loss: share of packets lost, in [0, 1).
-      uplink_bps: bits per second of all that a region sends; infinite: not metered.
-      downlink_bps: bits per second of all that a region receives.
+      uplink_bps: bits per second that a region can send in all; infinite if not
+        metered.
+      downlink_bps: bits per second that a region can receive in all.
     """
 
     start_s: float
@@ -59,8 +60,8 @@ class Conditions:
 class Traffic:
     """Counters of each ordered pair; bytes are whole IP packets."""
 
-    sent_bytes: list[list[int]]  # All that region i gave its interface for region j.
-    delivered_bytes: list[list[int]]  # What reached j.
+    sent_bytes: list[list[int]]  # That region i gave its interface for region j.
+    delivered_bytes: list[list[int]]  # That reached j.
     sent_packets: list[list[int]]  # As sent_bytes.
     lost_packets: list[list[int]]  # By the link's loss.
     overflow_packets: list[list[int]]  # By a full queue, on either side.
@@ -71,7 +72,7 @@ class Shaper:
     """Holds packets until they are due. Times are seconds since the lab's start.
 
     Attributes:
-      changes_from_s: when the clock began that `Conditions.start_s` is read on.
+      changes_from_s: the time from which `Conditions.start_s` counts.
     """
 
     def __init__(self, conditions: Sequence[Conditions], buffer_s: float, seed: int):
@@ -101,7 +102,7 @@ class Shaper:
         return self._heap[0][0] if self._heap else float("inf")
 
     def send(self, now_s: float, source: int, target: int, packet: bytes) -> None:
-        """Take a packet that a region sends."""
+        """Accept a packet from a region."""
         while self._later and now_s - self.changes_from_s >= self._later[0].start_s:
             self._links = self._later.pop(0)
         links = self._links
@@ -143,7 +144,7 @@ class Shaper:
         self._push(arrives_s, _ON_THE_WAY, source, target, packet)
 
     def arrivals(self, now_s: float) -> list[tuple[int, bytes]]:
-        """Return (region, packet) for all that is due, in order of time."""
+        """Return (region, packet) for all packets that are due, in order of time."""
         due = []
         while self._heap and self._heap[0][0] <= now_s:
             time_s, _, stage, source, target, packet = heapq.heappop(self._heap)

@@ -12,10 +12,11 @@ B bytes, bandwidth w, delay a and M regions:
     pairs     log2 M (a + B / w)          M a power of two; up to two more otherwise
     gather    (M - 1) (a + B / w)         each region contributes B bytes
 
-"gloo" (all-reduce) and "gloo_gather" are no lists of rounds: they are what JAX's CPU
-processes do, step by step (`gloo.py`); "direct" (all-reduce) and "direct_gather" are
-this package's between them (`direct.py`). Over links of their own, with one region that
-begins late, the latter take 2 (2 a + 2 B / (M w)) and 2 a + 2 B / w.
+"gloo" (all-reduce) and "gloo_gather" are not lists of rounds. They model what JAX's CPU
+processes do, step by step (`gloo.py`); "direct" (all-reduce) and "direct_gather" model
+this package's exchanges between processes (`direct.py`). If each pair of regions has
+its own links and one region begins late, the latter take 2 (2 a + 2 B / (M w)) and
+2 a + 2 B / w.
 
 The best order of regions in a ring, tree or cube is exact for up to `EXACT_REGIONS`;
 beyond that it is the best nearest-neighbour order, improved by 2-opt (reversing a
@@ -41,17 +42,17 @@ EXACT_REGIONS = 7
 Round = list[tuple[int, int, float]]  # (source, target, bytes)
 Order = tuple[int, ...]
 
-_REPEATS = 10  # of an exchange at most, until the staggering is the same as before
-_SETTLING = 4  # of them, which do not count
+_REPEATS = 10  # The most repeats of an exchange until its staggering settles.
+_SETTLING = 4  # Repeats that do not count if it does not settle.
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveCost:
-    """What a collective costs."""
+    """Seconds and bytes of a collective."""
 
     seconds: float  # From the start until the last region has its result.
-    # The part that remains with messages of no bytes, in which the links are free for
-    # others; 0 for gloo's, of which a process does one after the other.
+    # The seconds with messages of no bytes, in which the links are free for others; 0
+    # for gloo's collectives, as a process does one after another.
     latency_s: float
     # Bytes each region puts on its links, one number per region.
     bytes_sent: tuple[float, ...]
@@ -89,8 +90,8 @@ def tree_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
 def pairs_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
     """Recursive doubling: pairs at distance 1, 2, 4, ... exchange whole vectors.
 
-    With M not a power of two, the regions beyond the largest one below M hand their
-    vector to a partner first and get the result from it last.
+    If M is not a power of two, the regions beyond the largest power below M first send
+    their vector to a partner, and in the end receive the result from it.
     """
     core = 1 << (len(order).bit_length() - 1)
     extra = [(order[i], order[i - core], num_bytes) for i in range(core, len(order))]
@@ -112,7 +113,7 @@ ROUNDS: dict[str, Callable[[Sequence[int], float], list[Round]]] = {
     "pairs": pairs_rounds,
     "gather": gather_rounds,
 }
-# Of what processes do, which is no list of rounds.
+# Models of what processes do, which are not lists of rounds.
 MODELS = dict.fromkeys(gloo.PHASES, gloo) | dict.fromkeys(direct.PHASES, direct)
 COLLECTIVES = (*ROUNDS, *MODELS)
 
@@ -140,7 +141,7 @@ def rounds_s(
 
 
 def cost_of(state: LinkState, rounds: Sequence[Round]) -> CollectiveCost:
-    """Return the cost of any list of rounds, collectives of your own included."""
+    """Return the cost of any list of rounds, for example of a new collective."""
     sent = [0.0] * state.num_regions
     for source, _, size in itertools.chain(*rounds):
         sent[source] += size
@@ -161,10 +162,11 @@ def collective_cost(
         region then decodes and averages).
       num_bytes: bytes of the vector to reduce, or of one region's message.
       order: a permutation of the region ids (position in the ring, tree or cube);
-        None takes them as they come.
+        None is their order in `state`.
 
     Raises:
-      ValueError: if the name is unknown, the order no permutation, or bytes negative.
+      ValueError: if the name is unknown, the order is not a permutation, or the bytes
+        are negative.
 
     >>> from cocodc_jax.network.links import Link, uniform
     >>> state = uniform(4, Link(bandwidth_gbps=8.0, latency_s=0.5)).at()
@@ -193,13 +195,16 @@ def collective_cost(
 def settled_s(
     state: LinkState, exchange: Callable[[Sequence[float]], list[float]]
 ) -> float:
-    """Return the seconds that ranks wait for a collective that they do repeatedly.
+    """Return the seconds that ranks wait for a collective that they repeat.
 
-    Each begins as long after its own end as the others do after theirs, as regions do
-    that wait for each other's fragments; at first the longest delay there and back
-    after the rank before. It is the mean over ranks, who in the long run wait equally,
-    and over repeats where the change never ends. `exchange` returns when each rank is
-    done, of when each begins.
+    All ranks begin the next repeat equally long after they end the last one, as regions
+    do that wait for each other's fragments. In the first repeat each rank begins the
+    longest round trip after the rank before it. The result is the mean over ranks,
+    which wait equally in the long run, and over repeats if their staggering never
+    settles.
+
+    Args:
+      exchange: `exchange(starts_s) -> ends_s`, of each rank.
     """
     late_s = 2 * float(state.delay_s.max())
     starts = [late_s * rank for rank in range(state.num_regions)]

@@ -1,24 +1,24 @@
 """Seconds of this package's exchanges between processes, message by message.
 
-`engine/collectives.py` sums a vector over M processes in two exchanges, in
-each of which every process sends every other a part, one M-th; it gathers messages in
-one, in which a part is a whole message. XLA hands an exchange to gloo, which keeps one
-connection between two processes and sends a part only when its receiver has said that
-it is ready.
-Each process does, for one peer after the other:
+`engine/collectives.py` sums a vector over M processes in two exchanges. In each, every
+process sends a part of the vector, one M-th, to every other process. It gathers
+messages in one exchange, in which a part is a full message. XLA hands an exchange to
+gloo, which keeps one connection between two processes and sends a part only when its
+receiver has reported that it is ready. Each process does, for one peer after another:
 
-    give its part to the connection, if the word of the peer has come; or when it comes
-    say "ready" to the peer that it receives from, on the same connection
+    give its part to the connection, once the peer's report "ready" has arrived
+    report "ready" to the peer that it receives from, on the same connection
 
-so the word of a process that begins late waits behind its own parts, since its peers
-were ready before it, and the exchange takes two parts' time besides the delays where
-one would do. Who is late in one exchange is late in the next: regions that wait for one
-another settle to that. Where all regions send over one line each, parts wait for one
-another there too, in the order in which they were given.
+So the report of a process that begins late waits behind the parts that this process
+sends, because its peers were ready before it. The exchange then takes the time of two
+parts besides the delays, not of one. A process that is late in one exchange is late in
+the next, and regions that wait for one another settle to that. If each region sends
+over one line, its parts also wait for one another there, in the order in which they
+were given to it.
 
-TCP's windows are taken to be open: connections that have carried such messages before,
-and hosts that do not close windows after a rest
-(`net.ipv4.tcp_slow_start_after_idle=0`). Nothing is lost.
+TCP's windows are assumed to be open, as on connections that have carried such messages
+before, between hosts that do not close windows after idle time
+(`net.ipv4.tcp_slow_start_after_idle=0`). No packet is lost.
 """
 
 import heapq
@@ -30,15 +30,16 @@ from typing import Any
 from cocodc_jax.network.links import LinkState, transfer_s
 
 PHASES = {"direct": 2, "direct_gather": 1}
-_PACKETS = 8192  # of an exchange in all, about; a part is cut in 2 to 32 of them
-# Small, but they decide what comes first: a word's bytes, with headers and gloo's own,
-# and the time in which a process sums what has come and begins the next exchange.
+_PACKETS = 8192  # Of an exchange, about; a part is cut into 2 to 32 of them.
+# Small, but they decide the order of events: the bytes of a report, with headers and
+# gloo's own, and the time in which a process sums what has arrived and begins the next
+# exchange.
 _WORD_BYTES = 100
 _BETWEEN_S = 1e-3
 
 
 class _Exchange:
-    """Some exchanges one after the other, event by event."""
+    """Exchanges one after another, simulated event by event."""
 
     def __init__(self, state: LinkState, part_bytes: float, phases: int, packets: int):
         self.phases = phases
@@ -52,8 +53,8 @@ class _Exchange:
         self.downlink_free = [-math.inf] * self.num
         self.link_free = [[-math.inf] * self.num for _ in range(self.num)]
 
-        self.phase = [-1] * self.num  # that a rank is in; past the last when it is done
-        self.left = [0] * self.num  # parts of the phase, to be given or to come
+        self.phase = [-1] * self.num  # Of each rank; past the last when it is done.
+        self.left = [0] * self.num  # Parts of the phase, to be sent or received.
         # (phase, source, target) of which one side is ready.
         self.ready: set[tuple[int, int, int]] = set()
         self.ends_s = [math.inf] * self.num
@@ -62,7 +63,7 @@ class _Exchange:
         self.order = itertools.count()
 
     def run(self, starts_s: Sequence[float]) -> list[float]:
-        """Return when each rank is done, given when each begins."""
+        """Return when each rank ends, from when each starts."""
         for rank, start_s in enumerate(starts_s):
             self.at(start_s, self.begin, rank)
         while self.events:
@@ -71,7 +72,7 @@ class _Exchange:
         return self.ends_s
 
     def at(self, time_s: float, happen: Callable[..., None], *arguments: Any) -> None:
-        if time_s < math.inf:  # What a link that is out carries never comes.
+        if time_s < math.inf:  # Over a link that is down nothing arrives.
             heapq.heappush(self.events, (time_s, next(self.order), happen, *arguments))
 
     def begin(self, now: float, rank: int) -> None:
@@ -102,7 +103,7 @@ class _Exchange:
     def give(
         self, now: float, i: int, j: int, packets: Sequence[float], *then: Any
     ) -> None:
-        """Hand a message to its connection; all windows are open."""
+        """Give a message to its connection; all windows are open."""
         for number, size in enumerate(packets, 1):
             begin = max(now, self.uplink_free[i])
             up = begin + size / self.line
@@ -114,7 +115,7 @@ class _Exchange:
             self.at(leaves + self.delay[i][j], self.arrive, j, size, *after)
 
     def arrive(self, now: float, j: int, size: float, *then: Any) -> None:
-        """Let a packet through the target's line; then happens what follows."""
+        """Pass a packet through the target's line, then call what follows."""
         # Bits flow through: an idle line adds nothing to the one before it.
         ready = max(now, self.downlink_free[j] + size / self.line)
         self.downlink_free[j] = ready
@@ -122,7 +123,7 @@ class _Exchange:
             self.at(ready, *then)
 
     def count(self, now: float, rank: int) -> None:
-        """Count a part that a rank has given or received; after all begin anew."""
+        """Count a part that a rank has sent or received; after the last, begin anew."""
         self.left[rank] -= 1
         if not self.left[rank]:
             is_last = self.phase[rank] == self.phases - 1
@@ -132,7 +133,7 @@ class _Exchange:
 def exchange(
     state: LinkState, name: str, num_bytes: float
 ) -> tuple[Callable[[Sequence[float]], list[float]], list[float]]:
-    """Return when each rank is done, of when each begins, and what each sends."""
+    """Return a function from starts to ends of each rank, and the bytes each sends."""
     num = state.num_regions
     phases = PHASES[name]
     part = num_bytes / num if name == "direct" else num_bytes

@@ -1,31 +1,32 @@
-"""Names what is faulty: a link, a sender, a receiver, a region, from times alone.
+"""Find faulty links, senders, receivers and regions from message times alone.
 
-Each sync sends messages of one size over the same pairs, so what a message takes is
-compared with what that pair took before (C4, arXiv 2406.04594). With x a time in
-seconds, over the healthy past of its own pair
+Each sync sends messages of one size over the same pairs of regions, so the time of a
+message is compared with earlier times of its pair (C4, arXiv 2406.04594). With x a time
+in seconds, over the healthy past of its pair
 
     z = (x - median) / max(1.4826 MAD, 0.1 median)                      robust z-score
 
-a cell of the matrix of pairs (row sends, column receives) is bad where z is above the
-threshold in three of the last five syncs. Lateness is measured by `least` at least, by
-six times of which a busy machine delays messages now and then; a sixth of it does for
-one that is late alone, by four times as much as any other of the same sync: a link that
-loses packets delays nearly all of its messages, but not by much.
+a cell of the matrix of pairs (row sends, column receives) is bad if z is above the
+threshold in three of the last five syncs. The denominator is at least `least`, because
+a busy machine delays messages by six times that now and then. A sixth of `least` is
+enough for a message that is late alone, by four times as much as any other of its sync:
+a link that loses packets delays nearly all of its messages, but not by much.
 
-Bad cells are then explained by as few causes as do, the one that explains most first:
+Bad cells are then explained by as few causes as possible, the cause of most cells
+first:
 
     most of a row       the sender        most of the row and of the column   the region
     most of a column    the receiver      most of every row and column    the network
     a cell by itself    the link
 
-Where two groups of at least two regions each have nothing but bad cells between them,
-the network is cut in two: a partition.
+If all cells between two groups of at least two regions are bad, the network is cut into
+two: a partition.
 
-Two regions have one cell each way: always a link. What is bad is not learned from, so a
-fault stays named as long as it lasts. A message that never came takes infinitely long;
-one that was not measured is NaN. The floor of a tenth of the median, the threshold and
-the patience are ours. `Regions` does the same with times of steps, against a region's
-own past, and how many times it against the others.
+Two regions have one cell each way, which is always a link. Bad times are not added to
+the past, so a fault is reported as long as it lasts. A message that never arrived has
+an infinite time; one that was not measured is NaN. The floor of a tenth of the median,
+the threshold and the patience are ours. `Regions` does the same for times of steps: it
+compares a region's ratio to its own past with that of the others.
 """
 
 import collections
@@ -38,14 +39,14 @@ import numpy as np
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.timeline import Timeline
 
-_WINDOW = 32  # healthy times that are remembered
-_THRESHOLD = 6.0  # of scores, above which a time is bad
-_LOOKED_AT = 5  # syncs
-_PATIENCE = 3  # bad ones of these, which are enough
-_LEAST_PAST = 3  # times by which anything can be judged
-_MAD_TO_SIGMA = 1.4826  # of normal numbers
-_ALONE = 4.0  # times as late as any other
-_LEAST_CELLS = 5  # of three regions, one of which did not come
+_WINDOW = 32  # Healthy times that are remembered.
+_THRESHOLD = 6.0  # The score above which a time is bad.
+_LOOKED_AT = 5  # Syncs.
+_PATIENCE = 3  # How many of these must be bad.
+_LEAST_PAST = 3  # Times that are needed for a score.
+_MAD_TO_SIGMA = 1.4826  # For normal numbers.
+_ALONE = 4.0  # Times as late as any other.
+_LEAST_CELLS = 5  # Of three regions, if one message did not arrive.
 
 When = TypeVar("When", int, float)
 Numbers = np.ndarray | float
@@ -53,13 +54,14 @@ Numbers = np.ndarray | float
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is faulty, and the evidence for it."""
+    """A fault, and the evidence for it."""
 
-    # "link", "sender", "receiver", "region", "partition" or "network" of messages;
-    # "slow" of steps; "gone" of a region that takes part no more, "silent" of one that
-    # is not heard and may be soon.
+    # "link", "sender", "receiver", "region", "partition" or "network" by messages;
+    # "slow" by steps; "gone" for a region that no longer takes part, "silent" for one
+    # that sends nothing now.
     kind: str
-    # Regions: two of a link, none of the network, a partition's smaller part, else one.
+    # Its regions: two of a link, none of the network, a partition's smaller part, else
+    # one.
     where: tuple[int, ...]
     seconds: float  # The median of the bad values now.
     usual: float  # The median of their medians before.
@@ -94,9 +96,9 @@ class Finding:
 
 
 class _Past:
-    """What is usual of an array of numbers, each by itself, and which are bad now.
+    """The usual value of each number of an array, and which are bad now.
 
-    Deviations are measured by at least `floor` times the median, and by `least`.
+    The unit of deviations is at least `floor` times the median, and at least `least`.
     """
 
     def __init__(self, floor: float = 0.1, least: float = 1e-12):
@@ -106,7 +108,7 @@ class _Past:
         self._bad: collections.deque[np.ndarray] = collections.deque(maxlen=_LOOKED_AT)
 
     def _usual(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return medians of the past, and what deviations of each are measured by."""
+        """Return medians of the past, and the unit of each one's deviations."""
         past = np.stack([np.full(shape, np.nan), *self._values])
         known = np.isfinite(past).sum(0) >= _LEAST_PAST
         median = _median(past)
@@ -114,7 +116,7 @@ class _Past:
         return np.where(known, median, np.nan), np.where(known, scale, np.nan)
 
     def _learn(self, values: np.ndarray, bad: np.ndarray) -> np.ndarray:
-        """Take in new values; return which have been bad for long enough."""
+        """Add new values; return which have been bad for long enough."""
         self._bad.append(bad)
         self._values.append(np.where(bad | ~np.isfinite(values), np.nan, values))
         return bad & (np.stack(self._bad).sum(0) >= _PATIENCE)
@@ -124,7 +126,7 @@ class Messages(_Past):
     """Watches the times of messages between all pairs of regions."""
 
     def observe(self, seconds: np.ndarray) -> list[Finding]:
-        """Take in one sync, and say what is faulty now."""
+        """Add the times of a sync, and return the faults now."""
         seconds = np.array(seconds, float)
         np.fill_diagonal(seconds, np.nan)
         median, scale = self._usual(seconds.shape)
@@ -149,7 +151,7 @@ class Regions(_Past):
         self._against_others = against_others
 
     def observe(self, values: np.ndarray) -> list[Finding]:
-        """Take in the numbers of one sync, `[M]`, and say whose are faulty now."""
+        """Add the numbers of a sync, `[M]`, and return the faulty regions now."""
         values = np.array(values, float)
         median, scale = self._usual(values.shape)
         score = robust_z(values - median, scale)
@@ -174,7 +176,7 @@ def pair_seconds(topology: Topology, num_bytes: float, time_s: float) -> np.ndar
 
 
 def watch_links(topology: Topology, timeline: Timeline) -> list[tuple[float, Finding]]:
-    """Name what is faulty of a simulated network, as syncs meet it."""
+    """Return the faults of a simulated network, as the syncs of a run find them."""
     others = max(topology.num_regions - 1, 1)
     observed = []
     for sync in sorted(timeline.syncs, key=lambda sync: sync.start_s):
@@ -185,7 +187,7 @@ def watch_links(topology: Topology, timeline: Timeline) -> list[tuple[float, Fin
 
 
 def watch_steps(timeline: Timeline) -> list[tuple[int, Finding]]:
-    """Name the regions whose steps have become slow, and after which step."""
+    """Return the regions whose steps have become slow, and after which step."""
     return _named(Regions(floor=0.5), timeline.stretches())
 
 
@@ -235,7 +237,7 @@ def _among_others(values: np.ndarray, floor: float) -> np.ndarray:
 
 
 def _alone(late: np.ndarray) -> np.ndarray:
-    """Tell which cell of the matrix of pairs is late as no other one is."""
+    """Return the cell of the matrix of pairs that is far later than all others."""
     is_alone = np.zeros(late.shape, bool)
     if np.isfinite(late).sum() < _LEAST_CELLS:
         return is_alone
@@ -250,7 +252,7 @@ def _alone(late: np.ndarray) -> np.ndarray:
 def explain(
     bad: np.ndarray, unknown: np.ndarray | None = None
 ) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
-    """Explain bad cells of the matrix of pairs by as few causes as do.
+    """Explain bad cells of the matrix of pairs by as few causes as possible.
 
     >>> bad = np.zeros((4, 4), bool)
     >>> bad[1] = [True, False, True, True]
@@ -280,7 +282,8 @@ def explain(
         most = [k for k, n in bad_in.items() if n > 1 and 2 * n > there[cells[k]].sum()]
         if not most:
             break
-        # Of equal ones the first region's, the sender before the receiver.
+        # Among equal ones, that of the first region, and the sender before the
+        # receiver.
         key = min(most, key=lambda key: (-bad_in[key], key[1]))
         lines[key] = line = np.zeros_like(left)
         line[cells[key]] = left[cells[key]]
@@ -303,9 +306,10 @@ def explain(
 
 
 def _cut_off(bad: np.ndarray) -> tuple[int, ...]:
-    """Return the smaller of two groups, of two or more, with only bad cells between.
+    """Return the smaller of two groups of regions that have only bad cells between.
 
-    () if there is none; of equal ones it is that without region 0.
+    Groups have two regions or more. Of equal groups it is that without region 0; () if
+    there are none.
     """
     num = len(bad)
     group = {0}

@@ -1,11 +1,11 @@
-"""Messages of syncs on their way: when they leave, and when all of them are there.
+"""Messages of syncs on the network: when they leave, and when they have arrived.
 
-Every sync is a collective over all regions, so two under way share the links as one
-resource. `sharing="fair"` gives each of k transfers 1/k of them, as TCP streams on one
-bottleneck have (processor sharing); `sharing="fifo"` sends one after the other in the
-order in which they became ready. Delays are not shared: a transfer gives up the links
-when its last byte has left and arrives one collective's latency later. Before that its
-hosts encode, copy and sum it, one message after the other.
+Every sync is a collective over all regions, so two syncs share the links as one
+resource. `sharing="fair"` gives each of k transfers 1/k of the links, as TCP streams on
+one bottleneck get (processor sharing); `sharing="fifo"` sends one after another in the
+order in which they became ready. Delays are not shared: a transfer frees the links when
+its last byte has left, and arrives one collective's latency later. Before it leaves,
+its hosts encode, copy and sum it, one message after another.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class Transfer:
 
     ready_s: float
     num_bytes: float
-    bytes_sent: np.ndarray  # by each region, `[M]`
-    left: float = 1.0  # share of its transfer time still to go
-    arrival_s: float = math.inf  # once that is known
+    bytes_sent: np.ndarray  # By each region, `[M]`.
+    left: float = 1.0  # The share of its transfer time that remains.
+    arrival_s: float = math.inf  # Infinite until it is known.
 
 
 class Channel:
@@ -56,7 +56,7 @@ class Channel:
     def send(self, ready_s: float, num_bytes: float) -> Transfer:
         """Send a message.
 
-        Ready times must not decrease, nor be before what was simulated already.
+        Ready times must not decrease, nor be before the simulated time.
         """
         host_s = num_bytes / self._host_bytes_per_s
         self._host_free_s = ready_s = max(ready_s, self._host_free_s) + host_s
@@ -68,15 +68,18 @@ class Channel:
         return self._unfinished[-1]
 
     def arrived(self, transfer: Transfer, time_s: float) -> bool:
-        """Whether a transfer has arrived by `time_s`, which all else must have too."""
+        """Return whether a transfer has arrived by `time_s`; simulates until then.
+
+        Everything that is sent later must be ready no earlier than `time_s`.
+        """
         while self._now_s < time_s and self._unfinished:
             self._advance(time_s)
         return transfer.arrival_s <= time_s
 
     def arrival_s(self, transfer: Transfer) -> float:
-        """Run until a transfer has arrived and return when that was, in seconds.
+        """Simulate until a transfer has arrived; return its time, in seconds.
 
-        Right only if whatever is sent later is ready no earlier than this.
+        It is right only if everything that is sent later is ready no earlier than this.
         """
         while math.isinf(transfer.arrival_s):
             self._advance(math.inf)
@@ -111,20 +114,20 @@ class Channel:
 
 @dataclasses.dataclass(eq=False)
 class Flight:
-    """One sync on its way."""
+    """A sync on the network."""
 
     start: Event  # The event of its start.
-    channel: Channel  # Its way.
-    times: Times  # What each region had measured as it left.
+    channel: Channel  # Which carries it.
+    times: Times  # Measured by each region when it left.
     left_s: np.ndarray  # When each region was ready to send, `[M]`.
     start_s: float  # When its first byte could leave.
-    layers: list[tuple[int, Transfer]]  # Each layer's, in the order of their need.
+    layers: list[tuple[int, Transfer]]  # By layer, in the order in which they are used.
 
     def arrived(self, time_s: float) -> bool:
-        """Whether all of it is there; `time_s` as of `Channel.arrived`."""
+        """Return whether all of it has arrived, see `Channel.arrived`."""
         return all([self.channel.arrived(x, time_s) for _, x in self.layers])
 
     @property
     def arrival_s(self) -> float:
-        """When all of it is there, as of `Channel.arrival_s`."""
+        """When all of it has arrived, see `Channel.arrival_s`."""
         return max(self.channel.arrival_s(x) for _, x in self.layers)

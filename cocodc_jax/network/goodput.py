@@ -1,32 +1,33 @@
 """Goodput: the share of their time in which regions do steps that count.
 
-Steps that are done again, or lost with a region, do not count. Where regions fail at
-rate 1/F each (F the mean time between failures, exponential), and what was done is kept
-every s seconds (a sync for a region alone, a checkpoint for all), the share is
+Steps that are done again, or lost with a region, do not count. If each region fails at
+the rate 1/F (F the mean time between failures, exponential), and progress is kept every
+s seconds (by a sync for a region alone, by a checkpoint for all), the share is
 
     g = s / ((e^{rate s} - 1) (1 / rate + R))
 
-R the mean time until it goes on. A stretch of s seconds without a failure is tried
-until it succeeds: e^{rate s} - 1 times the mean time of one failure and repair.
+with R the mean time until training goes on. A stretch of s seconds without a failure is
+tried until it succeeds: e^{rate s} - 1 times the mean time of one failure and repair.
 
-- Together, one job: any of M regions ends all, which go on from the last checkpoint:
-  rate = M / F. Daly (2006) has the same with failures during a restart, from memory.
-- Alone, each region a job of its own: rate = 1 / F, s the time between syncs, and the
-  others go on. Any quorum other than one region makes those that are left wait. Where
-  nothing is lost but time, with availability a = F / (F + R) and quorum q,
+- Together, as one job: a failure of any of M regions ends all, and they go on from the
+  last checkpoint, so rate = M / F. Daly (2006) has the same formula with failures
+  during a restart, from memory.
+- Alone, each region a separate job: rate = 1 / F, s is the time between syncs, and the
+  others go on. A quorum above one region makes the remaining regions wait. If only time
+  is lost, with availability a = F / (F + R) and quorum q,
 
       g = sum_{k >= q} (k / M) C(M, k) a^k (1 - a)^(M - k)
 
-  but there is no formula for what they lose, and `simulated` draws it.
-- Alone, where the others wait w seconds at a mean before they go on without a region
-  that is gone: until it has been silent for `dead_after_s`, or is back in another life.
-  All clocks of steps stand still meanwhile. So of the *steps* of a run a region misses
-  those of R - w seconds in F + R - w, and of the *time* all regions lose w at each of
-  the M / (F + R) failures a second:
+  There is no formula for lost progress; `simulated` draws it.
+- Alone, if the others wait w seconds at a mean before they go on without a missing
+  region: until it has been silent for `dead_after_s`, or is back in another life. No
+  region takes a step meanwhile. So of the *steps* of a run a region misses those of
+  R - w seconds in F + R - w, and of the *time* all regions lose w at each of the
+  M / (F + R) failures a second:
 
       g_steps = F / (F + R - w),    g_time = g_steps (1 - M w / (F + R))
 
-  Both count no work that is lost, and are the same without a wait.
+  Both ignore lost progress, and are equal without a wait.
 """
 
 import dataclasses
@@ -42,8 +43,8 @@ from cocodc_jax.network.links import check
 class Failures:
     """How regions fail and come back."""
 
-    between_s: float  # F, mean seconds that a region goes on before it fails.
-    repair_s: float  # R, mean seconds until it goes on again, time to join included.
+    between_s: float  # F, mean seconds that a region trains before it fails.
+    repair_s: float  # R, mean seconds until it trains again, time to join included.
 
     def __post_init__(self):
         between_s = self.between_s
@@ -53,7 +54,7 @@ class Failures:
 
 
 def kept_share(rate: float, repair_s: float, kept_s: float) -> float:
-    """Return the share of time whose work is kept, g of the module.
+    """Return the share of time whose progress is kept, g of the module.
 
     >>> round(kept_share(1 / 90, 10, 0), 6)
     0.9
@@ -65,13 +66,13 @@ def kept_share(rate: float, repair_s: float, kept_s: float) -> float:
 
 
 def together(failures: Failures, num_regions: int, checkpoint_s: float) -> float:
-    """Return the goodput where any region's failure stops all."""
+    """Return the goodput if any region's failure stops all."""
     rate = num_regions / failures.between_s
     return kept_share(rate, failures.repair_s, checkpoint_s)
 
 
 def alone(failures: Failures, sync_s: float) -> float:
-    """Return the goodput where the others go on, however few."""
+    """Return the goodput if the others go on, however few."""
     return kept_share(1 / failures.between_s, failures.repair_s, sync_s)
 
 
@@ -91,9 +92,9 @@ def of_steps(failures: Failures, wait_s: float) -> float:
 
 
 def of_time(failures: Failures, num_regions: int, wait_s: float) -> float:
-    """Return the share of their time in which regions work, g_time of the module.
+    """Return the share of their time in which regions train, g_time of the module.
 
-    0 where the waits of all regions fill the time. `wait_s` is as for `of_steps`.
+    It is 0 if the waits of all regions fill the time. `wait_s` is as for `of_steps`.
 
     >>> of_time(Failures(90, 10), num_regions=4, wait_s=0)
     0.9
@@ -112,10 +113,10 @@ def simulated(
     seconds: float,
     seed: int = 0,
 ) -> float:
-    """Draw failures, and return the goodput where a quorum must be there to go on.
+    """Draw failures, and return the goodput if regions go on only with a quorum.
 
-    Times between failures and repairs are exponential. A region that waits neither
-    works nor loses anything, but can fail; it keeps every `sync_s` seconds of its work.
+    Times between failures and repairs are exponential. A region that waits makes and
+    loses no progress, but can fail. It keeps its progress every `sync_s` seconds.
     """
     rule = f"between 1 and the number of regions, {num_regions}"
     check(1 <= quorum <= num_regions, "quorum", quorum, rule)
@@ -136,7 +137,7 @@ def simulated(
         if now_s == seconds:
             break
 
-        # Region m fails, or is back.
+        # Region m fails, or comes back.
         if is_there[m]:
             kept_s += _kept(float(worked_s[m]), sync_s)
             worked_s[m] = 0.0

@@ -24,7 +24,7 @@ def check(condition: bool, name: str, value: object, rule: str) -> None:
 
 
 def transfer_s(num_bytes: float, bytes_per_s: float) -> float:
-    """Return the seconds in which a link passes bytes, for ever during an outage."""
+    """Return the seconds that bytes take on a link; infinite during an outage."""
     if num_bytes == 0:
         return 0.0
     return num_bytes / bytes_per_s if bytes_per_s > 0 else math.inf
@@ -61,7 +61,7 @@ class Link:
         return self.changed_bytes_per_s(1.0, 0.0)
 
     def changed_bytes_per_s(self, factor: float, extra_latency_s: float) -> float:
-        """Return that of a link of `factor` times the bandwidth, and later."""
+        """Return the rate with `factor` times the bandwidth and an extra latency."""
         wire = factor * self.bandwidth_gbps * 1e9 / 8
         latency_s = self.latency_s + extra_latency_s
         if self.loss == 0 or latency_s == 0:
@@ -73,15 +73,15 @@ class Link:
     def delay_s(self) -> float:
         """One-way delay to plan with, in seconds.
 
-        A collective waits for the slowest of its messages, so the upper end of the
-        jitter counts, not its mean.
+        A collective waits for its slowest message, so the largest jitter counts, not
+        the mean.
         """
         return self.latency_s + self.jitter_s
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkChange:
-    """A link that is worse (or better) for a while.
+    """A temporary change of a link, for the worse or the better.
 
     Attributes:
       start_s: when it begins, in simulated seconds.
@@ -108,7 +108,7 @@ class LinkChange:
 
     @property
     def end_s(self) -> float:
-        """When the link is itself again, in seconds."""
+        """When the change ends, in seconds."""
         return self.start_s + self.duration_s
 
 
@@ -119,7 +119,7 @@ class LinkState:
     # float64 [M, M], infinite on the diagonal, 0 during an outage.
     bytes_per_s: np.ndarray
     delay_s: np.ndarray  # float64 [M, M], 0 on the diagonal.
-    # What a region can send, and receive, over all its links.
+    # Rate at which a region can send, and receive, over all its links.
     line_bytes_per_s: float = math.inf
 
     @property

@@ -6,13 +6,13 @@ site d of stage s + 1 and gets gradients back. The cost of a step, in seconds, i
 
     max over replicas of sum over s of 2 t(s -> s + 1)  +  max over s of ring(s) / H
 
-after DT-FM (arXiv 2206.01288), whose cost has the same two parts; that activations and
-averages add up, rather than overlap, is pessimistic. Up to `EXACT_SITES` sites every
-arrangement is tried; beyond that, swaps of two sites from several random starts, which
-finds a local optimum and proves nothing.
+after DT-FM (arXiv 2206.01288), whose cost has the same two parts. Activations and
+averages are added, as if they never overlapped, which is pessimistic. Up to
+`EXACT_SITES` sites every arrangement is tried; beyond that, sites are swapped from
+several random starts, which finds a local optimum.
 
-A pipeline that wires each batch anew (`swarm.py`) is as fast as its slowest stage, the
-sum of whose sites' rates is least.
+A pipeline that routes each batch anew (`swarm.py`) is as fast as its slowest stage,
+that with the least sum of its sites' rates.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ Stages = tuple[Order, ...]  # The sites of every stage.
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """What a pipelined model sends.
+    """Message sizes of a pipelined model.
 
     Attributes:
       num_stages: S, pipeline stages.
@@ -84,9 +84,9 @@ class Placement:
 def place(
     state: LinkState, pipeline: Pipeline, num_starts: int = 8, seed: int = 0
 ) -> Placement:
-    """Choose the sites of every stage, whose number divides that of the sites.
+    """Choose the sites of every stage; the number of stages divides that of sites.
 
-    With more than `EXACT_SITES` sites a local search begins from `num_starts`
+    With more than `EXACT_SITES` sites a local search starts from `num_starts`
     arrangements, drawn by `seed`.
     """
     num = state.num_regions
@@ -165,7 +165,7 @@ def best_move(
 ) -> int | None:
     """Return the site whose move makes the slower of two stages fastest.
 
-    None where each leaves it as it is, or slower, or a stage without a site.
+    None if no move makes it faster, or if a stage would be left without a site.
     """
 
     def pace(moved: float) -> float:

@@ -1,4 +1,4 @@
-"""Chooses collective, order, K, H, N and tau that fit a network, and says why.
+"""Choose collective, order, K, H, N and tau for a network, with reasons.
 
 With T_c seconds of a step and T_s seconds of one fragment's sync (CoCoDC, arXiv
 2504.17672, adaptive transmission):
@@ -8,10 +8,11 @@ With T_c seconds of a step and T_s seconds of one fragment's sync (CoCoDC, arXiv
     H mod K = 0                                   they start evenly spread over it
     N = max(K, floor(gamma H T_c / T_s))          the rest of the share is used as well
 
-K is raised while tau is longer than staleness is known to be harmless; gamma is the
-share of the network's time that may be used. Differs from the paper: N stays at or
-below floor(H / tau), for syncs start every floor(H / N) steps, which can be much less
-than H / N, and starts closer than tau would share the links and come late.
+K is raised while tau is longer than the delays that are known to be harmless; gamma is
+the share of the network's time that may be used. Differs from the paper: N is at most
+floor(H / tau), because syncs start every floor(H / N) steps, which can be much less
+than H / N, and syncs that start within tau of each other share the links and arrive
+late.
 """
 
 import dataclasses
@@ -28,16 +29,16 @@ HARMLESS_DELAY_STEPS = 10  # Streaming DiLoCo, arXiv 2501.18512: up to 10 harmle
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be trained.
+    """A training job to plan for.
 
     Attributes:
       model_bytes: bytes of one region's message for the whole model, as encoded.
       step_time_s: seconds of an inner step in the slowest region.
-      num_fragments: K wanted; the plan may raise it.
-      max_fragments: K allowed, at most the number of transformer blocks.
-      sync_interval: H wanted; the plan may raise it.
+      num_fragments: the desired K; the plan may raise it.
+      max_fragments: the largest K, at most the number of transformer blocks.
+      sync_interval: the desired H; the plan may raise it.
       network_share: gamma, in (0, 1].
-      max_delay_steps: the longest tau wanted.
+      max_delay_steps: the longest desired tau.
       collectives: to choose from.
     """
 
@@ -69,7 +70,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class NetworkPlan:
-    """A choice and its reasons.
+    """The choices for a network, and their reasons.
 
     Attributes:
       collective: the cheapest of `Job.collectives`.
@@ -79,7 +80,7 @@ class NetworkPlan:
       syncs_per_interval: N, for CoCoDC; Streaming DiLoCo sends K.
       delay_steps: tau.
       sync_time_s: T_s, seconds of one fragment's sync.
-      utilization: simulated share of time spent computing, CoCoDC's schedule.
+      utilization: simulated share of time spent computing, with CoCoDC's schedule.
       reasons: one sentence or two for each choice.
     """
 
@@ -99,10 +100,10 @@ class NetworkPlan:
 
 
 def make_plan(topology: Topology, job: Job) -> NetworkPlan:
-    """Choose a plan for the links as they are without their changes.
+    """Choose a plan for the links without their changes over time.
 
     Raises:
-      ValueError: if there is one region only, which needs no network.
+      ValueError: if there is only one region, which needs no network.
     """
     if topology.num_regions < 2:
         raise ValueError("a plan needs at least two regions")
@@ -166,7 +167,7 @@ def _sync_s(topology: Topology, size: float, collective: str, order: Order) -> f
 
 
 def _collective(topology: Topology, job: Job, num: int) -> tuple[str, Order, str]:
-    """Return the one that is cheapest for one of `num` fragments, and why."""
+    """Return the cheapest collective for one of `num` fragments, its order, and why."""
     size = job.model_bytes / num
     orders = {n: best_order(topology.at(), n, size) for n in job.collectives}
     seconds = {n: _sync_s(topology, size, n, order) for n, order in orders.items()}
@@ -182,7 +183,7 @@ def _collective(topology: Topology, job: Job, num: int) -> tuple[str, Order, str
 
 
 def _fragments(topology: Topology, job: Job, collective: str, order: Order) -> int:
-    """K: the least, from the wish up, with which a sync is not too late."""
+    """Return the least K, from the desired one up, with which syncs are in time."""
     limit_s = job.max_delay_steps * job.step_time_s
     for num in range(job.num_fragments, job.max_fragments):
         if _sync_s(topology, job.model_bytes / num, collective, order) <= limit_s:
@@ -209,7 +210,7 @@ def _explain_fragments(job: Job, num: int, sync_s: float) -> str:
 
 
 def _interval(job: Job, num: int, sync_s: float, delay: int) -> tuple[int, str]:
-    """H: the wish or the least that fits, a multiple of K, as staggered syncs want."""
+    """Return H, the desired or the least that fits, a multiple of K, and why."""
     share = job.network_share
     fitting = math.ceil(num * sync_s / (share * job.step_time_s) - 1e-9)
     needed = max(fitting, num * delay, delay + 1)

@@ -1,22 +1,22 @@
 """Timeline of a training run over a network, event by event.
 
-The events are those of a schedule, in its order: at a start a message enters the
-network (`flights.Channel`), and at its finish a region that gets there before the
-message waits: that is the stall. A collective starts when the last region that takes
-part is ready and arrives everywhere at once. All seconds are simulated.
+The events are those of a schedule, in its order. At a start a message enters the
+network (`flights.Channel`). At its finish, a region that gets there before the message
+waits: that is the stall. A collective starts when the last region that takes part is
+ready, and arrives at all regions at once. All seconds are simulated.
 
-Where regions come one by one (`is_by_region`), steps are those of the fastest region,
-each region has a clock of its own, and its message goes to the first region, where the
-outer model is taken to be, and is answered over the links of that pair. What others
-send there at the same time does not slow it down.
+If regions come one by one (`is_by_region`), steps are those of the fastest region, each
+region has its own clock, and its message goes to region 0, which is assumed to have the
+outer model, and is answered over the links of that pair. Messages of others at the same
+time do not slow it down.
 
 With `num_layers` = 1 a sync leaves at the end of a step and is needed at the start of
 one, as in this package's runtime. With more, a step is a forward pass (a third of it)
 and a backward pass (two thirds) over equal layers, and layer l of L travels alone: it
 is ready when its part of the backward pass is done, l/L of the backward pass before the
-step ends, and is needed l/L of the forward pass after the merging step begins. So what
-leaves at a step waits for nothing that arrives there, whichever comes first. That is
-the model behind the utilization table of Streaming DiLoCo (arXiv 2501.18512).
+step ends, and is needed l/L of the forward pass after the merging step begins. So a
+message that leaves at a step waits for none that arrives there, whichever comes first.
+That is the model behind the utilization table of Streaming DiLoCo (arXiv 2501.18512).
 """
 
 from collections.abc import Sequence
@@ -51,12 +51,12 @@ def simulate(
       topology: M regions and their links.
       workload: bytes and step times; step_time_s has M entries, fragment_bytes K.
       schedule: what is sent when; None sends nothing.
-      num_steps: inner steps per region; of the fastest, where regions come one by one.
+      num_steps: inner steps per region; of the fastest, if regions come one by one.
       collective: how a mean crosses regions, one of `collectives.COLLECTIVES` or any
-        crossing; where regions come one by one nothing is left to choose.
+        crossing; not used if regions come one by one.
       order: order of the regions in it; None finds the best for the links at time 0.
-      sharing: how syncs under way together share the links: "fair" or "fifo". Gloo's
-        collectives are "fifo": a process does one after the other.
+      sharing: how simultaneous syncs share the links: "fair" or "fifo". Gloo's
+        collectives are "fifo": a process does one after another.
       effective_rank: of the means, for schedules whose ranks follow it; None keeps the
         first rank.
 
@@ -90,7 +90,7 @@ def simulate(
             bytes_sent=zeros,
         )
 
-    # The way of all messages, or one for each region that comes alone.
+    # The crossing of all messages, or one for each region that comes alone.
     ways: list[Any] = [collective]
     if schedule.is_by_region:
         ways = [
@@ -138,8 +138,8 @@ def simulate_method(
     """Simulate a method; `settings` are further arguments of `simulate`.
 
     Raises:
-      ValueError: as `simulate`, or if the method is for another number of regions or
-        leaves no choice of a collective.
+      ValueError: as `simulate`, if the method is for another number of regions, or if
+        it fixes the collective.
     """
     num = topology.num_regions
     least = method.min_regions
@@ -205,12 +205,12 @@ class _Run:
         self.step = step
 
     def observe(self, name: str) -> Any:
-        """Return what a schedule asks for, see `Schedule.next_event`.
+        """Return an observation of a schedule, see `Schedule.next_event`.
 
-        A network model does not know how fast fragments change. Here all change equally
-        fast, per parameter and step, so that the one that has waited longest is served.
-        What syncs and steps take is reported as in a run: each message carries what had
-        been measured as it left.
+        A network model does not know how fast fragments change. It assumes that all
+        change equally fast, per parameter and step, so the one that has waited longest
+        is served. Times of syncs and steps are reported as in a run: each message
+        carries those that were measured when it left.
         """
         if name == "applied":
             new = self.new

@@ -1,25 +1,26 @@
 """A pipeline whose batches choose, stage by stage, which site serves them.
 
 Each stage is served by several sites with the same parameters. A batch that is done at
-stage s goes to the site of stage s + 1 with the least load P, and adds to it what it
-expects to take there (interleaved weighted round-robin),
+stage s goes to the site of stage s + 1 with the least load P, and adds to that load the
+time that it expects to take there (interleaved weighted round-robin),
 
-    i = argmin P,   P_i <- P_i + t_i,   t_i <- an exponential mean of what batches took
+    i = argmin P,   P_i <- P_i + t_i,   t_i <- an exponential mean of batches' times
 
-so that sites serve in proportion to their throughput. Batches of a site that is gone
-are sent again to another; one that joins begins at the least P of its stage. Every
+so sites serve in proportion to their throughput. Batches of a site that leaves are sent
+again to another; a site that joins begins at the least P of its stage. Every
 `rebalance_s` seconds a site moves from the stage with the fewest batches to the one
-with the most, if the slower of the two gets faster by it, after fetching the stage's
-parameters from the nearest site that has them.
+with the most, if that makes the slower of the two faster, after it has fetched the
+stage's parameters from the nearest site that has them.
 
-Source: SWARM (Ryabinin et al., arXiv 2301.11913). The wiring, with what is measured
-(from sending a batch to having it back) and its mean (0.1, unbiased), as read from the
-authors' code; rebalancing and its period as in digests of the paper. Differs from it:
+Source: SWARM (Ryabinin et al., arXiv 2301.11913). The wiring, the measured time (from
+sending a batch until it is back) and its mean (0.1, unbiased) are read from the
+authors' code; rebalancing and its period are as in digests of the paper. Differs from
+it:
 - a batch visits each stage once, forward and backward together, and takes activations
   and gradients over the link at that time;
-- all trainers share one set of loads, and learn of a failure at once;
-- a move that would make the other stage the slower one is not made (whether the paper
-  has such a rule is not known; without it two stages hand a site to and fro).
+- all trainers share one set of loads, and know of a failure at once;
+- a move that would make the other stage the slower one is not made. Whether the paper
+  has such a rule is not known; without it, two stages pass a site back and forth.
 """
 
 import dataclasses
@@ -35,12 +36,12 @@ from cocodc_jax.network.links import LinkState, check
 from cocodc_jax.network.placement import Stages, best_move, check_sizes
 from cocodc_jax.transforms.numerics import check_choice
 
-_SMOOTHING = 0.1  # weight of the newest in the mean of what batches took
+_SMOOTHING = 0.1  # Weight of the newest time in the mean of batches' times.
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A site that is gone for a while."""
+    """A temporary failure of a site."""
 
     site: int
     start_s: float  # In simulated seconds.
@@ -58,9 +59,9 @@ class Swarm:
     stages: Stages  # stages[s] are the sites of stage s, at the start.
     # Seconds that each site takes for one stage's part of a batch.
     batch_s: tuple[float, ...]
-    # What a stage hands on of a batch; its gradient is as large.
+    # Bytes that a stage passes on for a batch; their gradient is as large.
     activation_bytes: float = 0.0
-    stage_bytes: float = 0.0  # What a site fetches before it serves another stage.
+    stage_bytes: float = 0.0  # That a site fetches before it serves another stage.
 
     def __post_init__(self):
         sites = sorted(itertools.chain(*self.stages))
@@ -75,7 +76,7 @@ class Swarm:
 
 
 class Move(NamedTuple):
-    """A site that went from one stage to another."""
+    """A site's move from one stage to another."""
 
     time_s: float
     site: int
@@ -85,15 +86,15 @@ class Move(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SwarmRun:
-    """What was simulated."""
+    """The result of a simulation."""
 
-    finished_s: tuple[float, ...]  # When each batch was through, ascending.
-    num_served: tuple[int, ...]  # Parts of batches that each site did.
+    finished_s: tuple[float, ...]  # When each batch was finished, ascending.
+    num_served: tuple[int, ...]  # How many parts of batches each site computed.
     moves: tuple[Move, ...]  # In order.
     stages: Stages  # The sites of every stage in the end.
 
     def batches_per_s(self, start_s: float, end_s: float) -> float:
-        """Return the batches that were through between two times, per second."""
+        """Return the batches that were finished between two times, per second."""
         done = sum(start_s < time_s <= end_s for time_s in self.finished_s)
         return done / (end_s - start_s)
 
@@ -108,7 +109,7 @@ def simulate_swarm(
     failures: Sequence[Failure] = (),
     seed: int = 0,
 ) -> SwarmRun:
-    """Simulate a pipeline with so many batches under way."""
+    """Simulate a pipeline with a fixed number of batches under way."""
     check(0 < duration_s < math.inf, "duration_s", duration_s, "positive and finite")
     check(rebalance_s > 0, "rebalance_s", rebalance_s, "positive")
     check_choice("wiring", wiring, ("stochastic", "fixed"))
@@ -139,7 +140,7 @@ def simulate_swarm(
 
 @dataclasses.dataclass(eq=False)
 class _Batch:
-    """A batch on its way: who follows it, to which stage, from where, since when."""
+    """A batch under way: its trainer, its next stage, where it is from, since when."""
 
     trainer: int
     stage: int
@@ -149,19 +150,20 @@ class _Batch:
 
 @dataclasses.dataclass(eq=False)
 class _Site:
-    """A site until it leaves; when it is back, it is another one."""
+    """A site until it leaves; when it comes back, it is another object."""
 
     id: int
-    # Where it serves; None while it is gone, or fetches parameters.
+    # The stage that it serves; None while it is gone or fetches parameters.
     stage: int | None = None
     load: float = 0.0
-    total_s: float = 0.0  # Of the exponential mean of what batches took,
-    weight: float = 0.0  # which is this sum over that of its weights.
+    # The exponential mean of batches' times is `total_s` over `weight`.
+    total_s: float = 0.0
+    weight: float = 0.0
     queue: list[_Batch] = dataclasses.field(default_factory=list)
 
 
 class _State:
-    """The state of a simulation, and what happens in it, event by event."""
+    """The state of a simulation, which events change."""
 
     def __init__(self, swarm: Swarm, links: LinkState, is_fixed: bool, seed: int):
         self._swarm = swarm
@@ -190,11 +192,11 @@ class _State:
         return tuple(stages)
 
     def at(self, time_s: float, happen: Callable, *arguments: Any) -> None:
-        """Have something happen at a time, after what was to happen then already."""
+        """Schedule an event at a time, after those that already have that time."""
         heapq.heappush(self._events, (time_s, next(self._ids), happen, arguments))
 
     def until(self, end_s: float) -> None:
-        """Let happen what happens up to a time."""
+        """Process all events up to a time."""
         while self._events and self._events[0][0] <= end_s:
             self.now_s, _, happen, arguments = heapq.heappop(self._events)
             happen(*arguments)
@@ -256,7 +258,7 @@ class _State:
             self.send(_Batch(batch.trainer, 0, None))
 
     def recover(self, site: int) -> None:
-        """Give a site back to its stage, or where sites choose to the most loaded."""
+        """Return a site to its stage, or to the most loaded one if sites may move."""
         most_loaded = max(range(len(self._waiting)), key=self._load)
         self._join_later(site, self._home[site] if self._is_fixed else most_loaded)
 
@@ -275,7 +277,7 @@ class _State:
             self._join_later(site, target)
 
     def leave(self, site: int) -> None:
-        """Take a site away; what was with it is sent again."""
+        """Remove a site; the batches that it had are sent again."""
         left = self._sites[site]
         self._sites[site] = _Site(site)
         for batch in left.queue:

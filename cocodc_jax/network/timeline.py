@@ -1,7 +1,7 @@
-"""What a run took: clocks, stalls, bytes, and every sync.
+"""The timeline of a run: clocks, stalls, bytes, and every sync.
 
-A simulator's timeline holds simulated seconds; one that was measured
-(`experiments.timeline`) has the same shape, so that the two can be laid side by side.
+A simulator's timeline holds simulated seconds. A measured one (`experiments.timeline`)
+has the same form, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class SyncRecord:
-    """One sync: times in simulated seconds, steps counted from 0 done.
+    """One sync: times in simulated seconds, steps as counts of steps done.
 
     Attributes:
       fragments: ids of the fragments sent.
       start_step: inner steps done when it was staged.
       merge_step: inner steps done when it was merged.
       start_s: when its first byte could leave (the slowest region was ready).
-      arrival_s: when all of it had come in.
-      merge_s: when the region that waited longest merged it, the last of several.
+      arrival_s: when all of it had arrived.
+      merge_s: when the region that waited longest merged it; the last of several such.
       stalls_s: time each region waited for it.
       bytes_sent: bytes each region sent for it.
     """
@@ -81,11 +81,11 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which something was on its way and a region only waited for it.
+        """Seconds in which a message was under way and a region only waited for it.
 
-        Communication that no computation hides; of the region that waits longest for
-        each sync. What it waits for besides (slower regions, the outer step) is not
-        counted.
+        That is communication which no computation hides, of the region that waits
+        longest for each sync. Waits for anything else (slower regions, the outer step)
+        do not count.
         """
         flights = self.flights()
         total = 0.0
@@ -98,14 +98,14 @@ class Timeline:
         return total
 
     def flights(self) -> Intervals:
-        """Return when messages were on their way."""
+        """Return the intervals in which messages were under way."""
         return Intervals((sync.start_s, sync.arrival_s) for sync in self.syncs)
 
     @property
     def exposed_share(self) -> float:
-        """Share of the time of a step, on average, that is such exposed communication.
+        """Mean share of a step's time that is exposed communication, see `exposed_s`.
 
-        Source: what TokenWeave and ACE judge overlap by, from memory.
+        Source: the measure of overlap in TokenWeave and ACE, from memory.
         """
         return self.exposed_s / self.sim_s if self.sim_s else 0.0
 
@@ -124,7 +124,7 @@ class Timeline:
         return waited
 
     def stretches(self) -> list[tuple[int, np.ndarray]]:
-        """Return what a step took between every two marks, without waiting for syncs.
+        """Return seconds of a step between every two marks, without waits for syncs.
 
         Each is (step of the later mark, seconds of a step in each region `[M]`).
         """
@@ -138,8 +138,8 @@ class Timeline:
     def seconds_until(self, steps: float) -> float:
         """Return the seconds until the slowest region has done `steps`, [0, infinity).
 
-        Beyond the simulated steps the pace of the second half of the timeline goes on,
-        so simulate at least two whole sync intervals.
+        Beyond the simulated steps, the pace of the second half of the timeline
+        continues, so simulate at least two full sync intervals.
         """
         num = self.num_steps
         if steps <= num:
@@ -152,7 +152,7 @@ class Timeline:
         return float(end + (steps - num) * (end - half) / (num - num // 2))
 
     def summary(self) -> dict[str, float]:
-        """Return the main numbers, of the worst region where regions differ.
+        """Return the main numbers, of the worst region if regions differ.
 
         `slowdown` is against the same steps of the slowest region without a network.
         """
@@ -178,12 +178,12 @@ class Timeline:
 
 
 class Intervals:
-    """Intervals of time, which may overlap, to be asked about again and again."""
+    """Intervals of time, which may overlap, prepared for many queries."""
 
     def __init__(self, intervals: Iterable[tuple[float, float]]):
         self._sorted = sorted(intervals)
         self._begins = [since for since, _ in self._sorted]
-        # The latest end of those up to each: from there on, none of them is left.
+        # The latest end among the intervals up to each one, after which all have ended.
         ends = (until for _, until in self._sorted)
         self._over = list(itertools.accumulate(ends, max))
 

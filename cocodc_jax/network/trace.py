@@ -1,4 +1,4 @@
-"""Writes a timeline as a Chrome trace (opens in Perfetto) and as a Gantt plot."""
+"""Write a timeline as a Chrome trace, which Perfetto opens, and as a Gantt plot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_SYNCS = 24  # that are drawn
+MAX_SYNCS = 24  # The most syncs that are drawn.
 
 _REGION_PID = 1
 _NETWORK_PID = 2
@@ -61,8 +61,8 @@ def region_spans(
 ) -> Iterator[tuple[str, float, float, int, int]]:
     """Yield (kind, begin_s, end_s, first step, last step) of a region's time.
 
-    A "stall" is what steps took above their usual time; of a run that was measured that
-    is the median, so half of all stretches have a little.
+    A "stall" is the time of steps above their usual time. In a measured run that is the
+    median, so half of all stretches have a short stall.
     """
     for (step, times), (next_step, next_times) in itertools.pairwise(timeline.marks):
         begin = times[region]

@@ -1,11 +1,12 @@
-"""Opens a corpus by name; one of text files is written to disk once, by a TFDS builder.
+"""Open a corpus by name; text files are first written to disk by a TFDS builder.
 
-A hash of its text decides whether a document is for training or for validation, so that
-equal documents are on the same side and none changes sides as others come and go.
+A hash of its text decides whether a document is for training or for validation. So
+equal documents are in the same split, and none changes its split if others are added or
+removed.
 
-What is prepared is in `data_dir/BUILDER/FINGERPRINT/VERSION` as ArrayRecord files,
-anew if any source file changes. A process renames a temporary folder into place, which
-is atomic: others find no data or whole data.
+Prepared data are ArrayRecord files in `data_dir/BUILDER/FINGERPRINT/VERSION`. If a
+source file changes, they are prepared anew. A process renames a temporary folder into
+place, which is atomic: other processes find no data or complete data.
 """
 
 import contextlib
@@ -49,9 +50,9 @@ _logger = logging.getLogger(__name__)
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """Open the corpus that a configuration names, preparing it if need be.
+    """Open the corpus that a configuration names, and prepare it if necessary.
 
-    Nothing is ever downloaded: a `tfds:` set must have been prepared before.
+    Nothing is downloaded: a `tfds:` set must have been prepared before.
     """
     kind, _, rest = config.dataset.partition(":")
     if kind == "hf":
@@ -98,7 +99,7 @@ def _warn_of_unreadable(files: Sequence[CorpusFile]) -> None:
 
 
 def _local_paths(names: Sequence[str], config: DataConfig) -> list[str]:
-    """Return the paths; of files in a bucket those of their local copies."""
+    """Return the paths, with those of local copies for files in a bucket."""
     cache = cache_dir(config.data_dir)
     try:
         return [str(fetched(x, cache)) if is_in_bucket(x) else x for x in names]
@@ -108,7 +109,7 @@ def _local_paths(names: Sequence[str], config: DataConfig) -> list[str]:
 
 @dataclasses.dataclass(kw_only=True)
 class CorpusConfig(tfds.core.BuilderConfig):
-    """What a corpus is built from: its files, and settings as in `DataConfig`."""
+    """The files of a corpus, and settings as in `DataConfig`."""
 
     files: tuple[CorpusFile, ...]
     validation_fraction: float
@@ -203,7 +204,7 @@ def _prepare(
     data: DataConfig,
     undecodable: str,
 ) -> tfds.core.DatasetBuilder:
-    """Return a builder whose data are on disk, preparing them if they are not."""
+    """Return a builder whose data are on disk; prepare them if they are not."""
     data_dir = cache_dir(data.data_dir)
     share = data.validation_fraction
 
@@ -251,7 +252,7 @@ def _prepare_beside(make: Callable[..., TextCorpus], target: pathlib.Path) -> No
 
 
 def _check_whole(builder: tfds.core.DatasetBuilder, target: pathlib.Path) -> None:
-    """Refuse prepared data of which some is gone, as where old files are swept away."""
+    """Refuse prepared data with missing files, as after a clean-up of old files."""
     # Any: TFDS declares these without the types that its decorators hide.
     splits: Any = builder.info.splits
     files = [file for split in splits.values() for file in split.filepaths]

@@ -1,6 +1,6 @@
 """The documents of a corpus on disk, with random access; and TFDS sets of them.
 
-An element is one document, or a chunk of those that are only read together.
+An element is one document, or a chunk of documents that are read together.
 """
 
 import abc
@@ -74,7 +74,7 @@ class StoredDocuments(Documents):
 
 
 def open_tfds_set(name: str, data_dir: str, validation_fraction: float) -> Corpus:
-    """Open a prepared TFDS set from its files; its builder's code is not needed."""
+    """Open a prepared TFDS set from its files, without its builder's code."""
     builder = _find_prepared(name, data_dir)
     splits = _split_names(name, builder.info.splits, validation_fraction)
     features = dict(builder.info.features)
@@ -121,7 +121,10 @@ def _find_prepared(name: str, data_dir: str) -> Any:
 def _split_names(
     name: str, splits: Mapping[str, Any], validation_fraction: float
 ) -> tuple[str, str]:
-    """Name the train and validation splits; of `train` alone the first are held out."""
+    """Return the splits to train and validate on.
+
+    If there is only `train`, its first examples are for validation.
+    """
     if "train" not in splits:
         raise ValueError(
             f"dataset='tfds:{name}' has no split 'train', only {sorted(splits)}"

@@ -1,8 +1,8 @@
-"""Which files make up a corpus, and the documents in them.
+"""The files of a corpus, and the documents in them.
 
-A file is one document, except that a text file longer than `max_document_chars` is
-cut at line ends into several, so that one large file can still be split into train and
-validation documents and dealt to regions.
+A file is one document. A text file longer than `max_document_chars` is cut at line ends
+into several documents, so that one large file can be split into training and validation
+documents and distributed to regions.
 """
 
 import dataclasses
@@ -84,9 +84,9 @@ def read_documents(
     undecodable: str = "refuse",
     keeps_marks: bool = False,
 ) -> Iterator[Document]:
-    """Read documents, passing over empty files, and bad ones if `undecodable=skip`.
+    """Read documents; skip empty files, and bad ones if `undecodable=skip`.
 
-    A byte order mark at the start of a file is no text, unless `keeps_marks`.
+    A byte order mark at the start of a file is left out, unless `keeps_marks`.
     """
     for file in files:
         try:
@@ -104,7 +104,7 @@ def read_documents(
 
 
 def files_fingerprint(files: Iterable[CorpusFile], *settings: object) -> str:
-    """Return a digest of files and settings; it reads no file's content."""
+    """Return a digest of files and settings, without reading any content."""
     digest = hashlib.sha256(repr((platform.python_version(), settings)).encode())
     for file in files:
         stat = file.path.stat()
@@ -141,7 +141,7 @@ def _read(path: pathlib.Path, undecodable: str) -> str:
 
 
 def content_hash(text: str) -> float:
-    """Return a number in [0, 1) that stands for a text, as if drawn at random."""
+    """Return a hash of a text as a number that is uniform in [0, 1)."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) / 2**53
 
@@ -151,8 +151,8 @@ def walk(
 ) -> Iterator[pathlib.Path]:
     """List the files under a folder in order of name, without hidden ones.
 
-    Links to files are followed. Those to folders may lead back here: they are left out,
-    with a warning.
+    Links to files are followed. Links to folders could form a loop, so they are left
+    out, with a warning.
     """
     onerror = refuse if os.path.isdir(root) else None
     for folder, subfolders, names in os.walk(root, onerror=onerror):
@@ -187,7 +187,7 @@ def _top_level(path: pathlib.Path, root: pathlib.Path) -> str:
 
 
 def _sayable(name: str) -> str:
-    """Return a name that UTF-8 can say: a file's may be any bytes."""
+    """Return a file's name as UTF-8; it may be any bytes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 

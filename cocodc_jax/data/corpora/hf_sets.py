@@ -1,8 +1,8 @@
 """Text that Hugging Face's `datasets` made: a folder of JSON lines, Parquet or Arrow.
 
-Nothing is copied (but `.gz`, which is unpacked once): files are read a chunk at a time,
-and a chunk takes the place that a document has in other corpora. The chunks of all
-files are in one random order, the same always.
+No file is copied, except that `.gz` is unpacked once. Files are read a chunk at a time,
+and a chunk has the role that a document has in other corpora. The chunks of all files
+are in one random order, which is always the same.
 """
 
 import bisect
@@ -30,7 +30,7 @@ from cocodc_jax.paths import cache_dir, expanded
 _JSON = (".jsonl", ".ndjson", ".json")
 _PACKED = tuple(f"{suffix}.gz" for suffix in _JSON)
 _KNOWN = (*_JSON, *_PACKED, ".parquet", ".arrow")
-# Those that `datasets` writes beside the rows.
+# Files without rows that `datasets` writes.
 _NO_ROWS = re.compile(
     r"(dataset_info|dataset_infos|dataset_dict|state)\.json|cache-.*\.arrow"
 )
@@ -40,8 +40,9 @@ _SPLITS = {
     "test": "test",
 }
 _SPLIT = re.compile(rf"(?:^|[-._ /])({'|'.join(_SPLITS)})(?=[-._ /\d]|$)", re.I)
-# A small set in a thousand chunks, so that all regions get some; a large one in pieces
-# that cost little to look up. A part of a row group costs decoding all of it.
+# A small set has a thousand chunks, so that all regions get some. Chunks of a large set
+# are small enough to be read quickly; of Parquet they are larger, because reading a
+# part of a row group decodes all of it.
 _NUM_CHUNKS = 1024
 _LEAST_BYTES = 1 << 12
 _MOST_BYTES = 1 << 18
@@ -177,13 +178,13 @@ def _refuse(error: OSError) -> None:
 
 
 def _split(key: str) -> str:
-    """Return the split that a file's name, or its folder's, says; empty for none."""
+    """Return the split in the name of a file or its folders; empty if there is none."""
     names = _SPLIT.findall(key)
     return _SPLITS[names[-1].lower()] if names else ""
 
 
 def _source(key: str) -> str:
-    """Return the first folder that is no split, else the file's own name."""
+    """Return the first folder that is not a split, else the file's name."""
     *folders, name = key.split("/")
     named = [f for f in folders if f.lower() not in _SPLITS and f != "data"]
     return named[0] if named else name.partition(".")[0]
@@ -202,7 +203,7 @@ def _open(
 
 
 def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
-    """Return the file, unpacked beside prepared corpora if it is a `.gz`."""
+    """Return the file; a `.gz` is unpacked to the folder of prepared corpora."""
     if path.suffix != ".gz":
         return path
 
@@ -232,7 +233,7 @@ def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
 
 
 def _fingerprint(files: Sequence[_ListedFile], settings: tuple) -> str:
-    """Digest names, sizes, beginnings and ends: reading all would take too long."""
+    """Digest names, sizes, starts and ends, as reading all bytes takes too long."""
     digest = hashlib.sha256(repr(settings).encode())
     for listed in files:
         size = listed.path.stat().st_size

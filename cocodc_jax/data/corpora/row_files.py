@@ -1,9 +1,10 @@
 """Files with a document in each row, read a chunk of rows at a time.
 
 JSON lines, Parquet, and the Arrow files of `datasets`' `save_to_disk`. Any chunk can be
-read without those before it: of JSON lines it is the lines that begin in a range of
-bytes; of Parquet a part of a row group, which is decoded whole; of Arrow a part of a
-record batch, which is mapped into memory. Memory holds the last few row groups.
+read without those before it. In JSON lines a chunk is the lines that begin in a range
+of bytes. In Parquet it is a part of a row group, which is decoded in full. In Arrow it
+is a part of a record batch, which is mapped into memory. Memory holds the last few row
+groups.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ _CACHED_ROW_GROUPS = 4
 
 
 class RecordError(ValueError):
-    """A row that is not what was asked for, or a file of rows that cannot be read."""
+    """A row without the expected text, or a file of rows that cannot be read."""
 
 
 class JsonLines:
@@ -35,7 +36,7 @@ class JsonLines:
         undecodable: str,
         shown: pathlib.Path,
     ):
-        """Look at the first line: it must be an object with that field."""
+        """Read the first line, which must be an object with the field."""
         self._path = path
         self._field = field
         self._shown = shown
@@ -102,7 +103,7 @@ class JsonLines:
         return _clean(text)
 
     def _where(self, at: int) -> str:
-        """Name the file and the line that begins at a byte, by counting."""
+        """Return a file's name and the number of the line that begins at a byte."""
         with self._path.open("rb") as file:
             pieces = iter(lambda: file.read(min(1 << 20, at - file.tell())), b"")
             number = 1 + sum(piece.count(b"\n") for piece in pieces)
@@ -110,7 +111,7 @@ class JsonLines:
 
 
 class Columns:
-    """Groups of rows, each a column of text, cut into chunks of about a size."""
+    """Groups of rows, each a column of text, cut into chunks of about equal size."""
 
     def __init__(
         self,
@@ -120,7 +121,15 @@ class Columns:
         chunk_bytes: int,
         column: Callable[[int], Any],
     ):
-        """Cut groups of so many rows and bytes, each of whose text `column` returns."""
+        """Cut groups into chunks.
+
+        Args:
+          path: of the file.
+          rows: number of rows of each group.
+          sizes: bytes of each group.
+          chunk_bytes: about the size of a chunk.
+          column: returns the text of a group.
+        """
         self._path = path
         self._column = column
         self._chunks: list[tuple[int, slice]] = []  # Groups, and rows in them.
@@ -184,10 +193,10 @@ def open_arrow(path: pathlib.Path, field: str, chunk_bytes: int) -> Columns:
 
 
 def _clean(text: str | None) -> str | None:
-    """Return text that UTF-8 can say; None for none, or nothing but white space."""
+    """Return text as valid UTF-8; None if it is missing or only white space."""
     if text is None or not text.strip():
         return None
-    # JSON can name half of a surrogate pair, which is no character.
+    # JSON can contain half of a surrogate pair, which is not a character.
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
