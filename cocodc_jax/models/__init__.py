@@ -1,7 +1,7 @@
 """The transformer: configurations, presets, pure functions and sharding.
 
-What does not fit a model, its devices or a file is refused by a ValueError that names
-it. Names are imported when they are first used.
+A ValueError names the value that does not fit a model, its devices or a file. Names are
+imported when they are first used.
 """
 
 from typing import TYPE_CHECKING

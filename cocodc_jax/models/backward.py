@@ -1,10 +1,11 @@
-"""Backward passes of products and norms, in the order in which CPUs are quick.
+"""Backward passes of products and norms, in the order that is fast on CPUs.
 
-A product y = x W of tokens gives its weight the gradient x' g. JAX writes (g' x)', and
-XLA's CPU backend then transposes g, often the wider of the two, for each weight; here
-it transposes x, once for all weights that read it. A number that scales a row has a sum
-over that row as its gradient, which the same backend is slow at; spread over the row by
-a product with ones it has a product. There is no forward mode over such gradients.
+In a product y = x W of tokens, the weight's gradient is x' g. JAX writes it as (g' x)',
+and XLA's CPU backend then transposes g, often the wider of the two, for each weight;
+here it transposes x, once for all weights that read it. The gradient of a number that
+scales a row is a sum over that row, which is slow on this backend. If a product with
+ones spreads the number over the row, its gradient is a product. Forward mode cannot
+differentiate such gradients.
 """
 
 from typing import Any
@@ -19,9 +20,10 @@ CPU = "cpu"
 def choose(
     backward: str, platform: str, is_shared: bool, needs_forward_mode: bool
 ) -> str:
-    """Return which backward passes a run has; auto is cpu on CPUs where it can be.
+    """Return which backward passes a run has; auto is cpu on CPUs if possible.
 
-    There devices may not share a region's work, nor gradients be differentiated again.
+    It is not if devices share a region's work, or if gradients are differentiated
+    again.
     """
     against = (
         ("is for regions of one CPU device", is_shared or platform != "cpu"),
@@ -45,7 +47,7 @@ def product(
 
 
 def spread(x_BL1: jax.Array, width: int, backward: str) -> jax.Array:
-    """Return what scales each row by its float32 number, [..., 1] or [..., width]."""
+    """Return the float32 scale of each row, as [..., 1] or spread to [..., width]."""
     if backward == CPU:
         return x_BL1 @ jnp.ones((1, width), x_BL1.dtype)
     return x_BL1

@@ -7,10 +7,10 @@ A block adds to the residual stream x, with n(x) = scale * x / rms(x):
 
 Sources: LLaMA (Touvron et al., arXiv 2302.13971, section 2.2) for RMSNorm
 (arXiv 1910.07467), SwiGLU (arXiv 2002.05202) and RoPE (arXiv 2104.09864);
-grouped-query attention (arXiv 2305.13245); QK-norm (arXiv 2302.05442); LoRA, thin
-products that are added to those with matrices (Hu et al., arXiv 2106.09685). A block
-may have a mixture of experts in place of its feed-forward (`experts.py`), and next to
-it a feed-forward of `shared` experts for every token; both are added.
+grouped-query attention (arXiv 2305.13245); QK-norm (arXiv 2302.05442); LoRA, low-rank
+products that are added to those of matrices (Hu et al., arXiv 2106.09685). A block may
+have a mixture of experts in place of its feed-forward (`experts.py`), and with it a
+feed-forward of `shared` experts for every token; their results are added.
 """
 
 import functools
@@ -64,7 +64,7 @@ class Multiplying(nnx.Module):
     def adapt(
         self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None
     ) -> None:
-        """Add adapters to those of the module's matrices that are to have some."""
+        """Add adapters to the matrices of the module that the configuration names."""
         self.config = config
         self.layout = layout
         thin = {
@@ -76,7 +76,7 @@ class Multiplying(nnx.Module):
             self.lora = nnx.Dict(thin)
 
     def times(self, x: jax.Array, name: str) -> jax.Array:
-        """Multiply by a matrix; writers sum over the devices that share features."""
+        """Multiply by a matrix; those of `WRITERS` sum over the model axis."""
         config = self.config
         layout = self.layout
         is_writer = name in WRITERS
@@ -158,7 +158,7 @@ class MLP(Multiplying):
         self.adapt(config, rngs, layout)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """Map each position by itself."""
+        """Apply the feed-forward to each position."""
         x_BLD = shared(x_BLD, self.layout)
         gate_BLF = jax.nn.silu(self.times(x_BLD, "gate"))
         return self.times(gate_BLF * self.times(x_BLD, "up"), "down")
@@ -204,7 +204,7 @@ class Block(nnx.Module):
 
 
 class Group(nnx.Module):
-    """Blocks of which the last has experts: what is scanned where not all have."""
+    """Blocks of which the last has experts, scanned as one if not all have experts."""
 
     def __init__(
         self, config: TransformerConfig, keys: jax.Array, layout: Layout | None
@@ -237,7 +237,7 @@ def rotary_tables(
 
 
 def rotate(x_BLHd: jax.Array, cos_Ld: jax.Array, sin_Ld: jax.Array) -> jax.Array:
-    """Turn feature pairs (i, i + d / 2) of each head by their position's angle."""
+    """Rotate feature pairs (i, i + d / 2) of each head by their position's angle."""
     cos = cos_Ld[None, :, None, :]
     sin = sin_Ld[None, :, None, :]
     first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)

@@ -5,8 +5,8 @@ import math
 
 from cocodc_jax.fields import Kind, check_choices, check_least, free, one_of
 
-# Beyond these nothing can be compiled or indexed: layers are counted in one program,
-# and an index of a dimension has 31 bits.
+# More cannot be compiled or indexed: one program has all layers, and an index of a
+# dimension has 31 bits.
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
 
@@ -15,7 +15,7 @@ ATTENTIONS = ("auto", "plain", "blocks", "cudnn", "splash")
 BACKWARDS = ("auto", "plain", "cpu")
 DISPATCHES = ("auto", "ragged", "blocks")
 COMPUTE_DTYPES = ("float32", "bfloat16")
-# Matrices of a block, which may have adapters, and where those are in its parameters.
+# Matrices of a block that may have adapters, and their module in its parameters.
 LORA = "lora"
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 WRITERS = ("output", "down")  # Those that give the residual width; the others take it.
@@ -33,7 +33,7 @@ _SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Everything that fixes a model's parameters and how it computes.
+    """The shape of a model's parameters and the numerics of its computation.
 
     Attributes:
       vocab_size: V, rows of the embedding; at least the tokenizer's size.

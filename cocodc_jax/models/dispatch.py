@@ -1,17 +1,19 @@
-"""Products of tokens with the experts that they were given to.
+"""Products of tokens with the experts that the router chose for them.
 
 Tokens are sorted by expert, and experts multiply groups of unequal length (MegaBlocks,
-Gale et al., arXiv 2211.15841). Where an axis of X devices divides the experts
-(`Layout.expert`), each device has E / X of them, and its rows, one for each of the
-N = T k assignments of its T tokens, cross to their experts' devices and back:
+Gale et al., arXiv 2211.15841). If an axis of X devices divides the experts
+(`Layout.expert`), each device has E / X of them. A device has one row for each of the
+N = T k assignments of its T tokens; rows cross to their experts' devices and back:
 
     rows [X, C, D]  all-to-all  ->  own experts  ->  [X, C, D]  all-to-all  ->  sum
 
-Shapes are static, and no token is dropped, where GShard (arXiv 2006.16668, section 3)
-drops what is over a capacity: a device sends another at most C = ceil(1.5 N / X) rows
-in a round, and rounds follow until every device has sent all of its rows, at worst
-X / 1.5, rounded up. Padding is sent but not multiplied. Each further round is computed
-again in the backward pass, so that memory does not grow with their number.
+Shapes are static, and no token is dropped; GShard (arXiv 2006.16668, section 3) drops
+tokens above a capacity. A device sends another at most C = ceil(1.5 N / X) rows in a
+round, and rounds follow until every device has sent all of its rows, at worst X / 1.5
+rounds, rounded up. Padding is sent but not multiplied. Every round after the first is
+computed again in the backward pass, so memory does not grow with their number.
+
+Shape suffixes here: T tokens, K experts of a token, E experts, D width, F expert width.
 """
 
 import functools
@@ -25,17 +27,17 @@ from cocodc_jax.models.layout import Layout
 
 try:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-except ImportError:  # Of experimental modules none stays for ever.
+except ImportError:  # Experimental modules may disappear.
     tgmm = None
 
-# Rows of a block of one expert's tokens: at most, and at least.
+# Rows of a block of one expert's tokens: the most, and the least.
 _MOST_ROWS = 128
 _LEAST_ROWS = 8
 # Sides of a tile of the TPU's kernel; not tuned.
 _MOST_TILE = 512
 # Rows that a device sends another in a round, over those of an even router; not tuned.
 _SPARE = 1.5
-# Scope of the rounds that an even router never needs, for what counts operations.
+# Scope of the rounds that an even router never needs, which `aot.costs` looks for.
 FURTHER_ROUND = "further_round"
 
 
@@ -47,13 +49,19 @@ def mix(
     dispatch: str,
     layout: Layout | None = None,
 ) -> jax.Array:
-    """Return the weighted sum of what each token's experts give, `[T, D]`.
+    """Return the weighted sum of the outputs of each token's experts, `[T, D]`.
 
-    `weights` are gate `[E, D, F]`, up `[E, D, F]` and down `[E, F, D]`, in x's dtype;
-    with `layout.expert` those of the device's own experts. The dispatch "ragged"
-    multiplies groups by `jax.lax.ragged_dot`, a kernel on TPUs, with Megablox's for the
-    gradient of weights; elsewhere it multiplies all tokens by all experts. It has no
-    second derivatives. "blocks" pads groups to blocks of equal length.
+    Args:
+      x_TD: the tokens.
+      ids_TK: int32, the experts of each token.
+      weights_TK: the weight of each expert's output.
+      weights: gate `[E, D, F]`, up `[E, D, F]` and down `[E, F, D]`, in x's dtype; with
+        `layout.expert` those of the device's own experts.
+      dispatch: "ragged" multiplies groups by `jax.lax.ragged_dot`, a kernel on TPUs,
+        with Megablox's for the gradient of weights; on other platforms it multiplies
+        all tokens by all experts. It has no second derivatives. "blocks" pads groups to
+        blocks of equal length.
+      layout: how devices share the work; None is a single device.
     """
     if layout is not None and layout.expert is not None:
         return _mix_over(x_TD, ids_TK, weights_TK, weights, dispatch, layout)
@@ -70,10 +78,10 @@ def _multiplied(
     weights: tuple[jax.Array, jax.Array, jax.Array],
     dispatch: str,
 ) -> jax.Array:
-    """Return what each token's experts give, `[T, k, D]`.
+    """Return the outputs of each token's experts, `[T, k, D]`.
 
-    With "ragged", tokens of the expert E, which there is not, are not multiplied, and
-    their results undefined.
+    Tokens with the index E belong to no expert: "ragged" does not multiply them, and
+    their results are undefined.
     """
     gate_EDF, up_EDF, down_EFD = weights
     num_tokens, width = x_TD.shape
@@ -116,7 +124,7 @@ def _mix_over(
     dispatch: str,
     layout: Layout,
 ) -> jax.Array:
-    """As `mix`, of experts that are divided over an axis."""
+    """Mix as `mix` does, with experts divided over an axis."""
     num_devices = jax.lax.axis_size(layout.expert)
     num_local = len(weights[0])
     num_tokens, per_token = ids_TK.shape
@@ -124,7 +132,7 @@ def _mix_over(
     room = rows_of_a_round(num_rows, num_devices)
     device_N, expert_N = jnp.divmod(ids_TK.reshape(-1), num_local)
 
-    # Of each row, how many of the same device's come before it.
+    # For each row, the number of rows for the same device before it.
     order_N = jnp.argsort(device_N, stable=True)
     counts_X = jnp.bincount(device_N, length=num_devices)
     start_X = jnp.cumsum(counts_X) - counts_X
@@ -146,7 +154,7 @@ def _mix_over(
         weights_TK: jax.Array,
         weights: tuple[jax.Array, jax.Array, jax.Array],
     ) -> jax.Array:
-        """Return what the rows of one round add to the mixture."""
+        """Return the contribution of one round's rows to the mixture."""
         place_N = rank_N - room * number
         is_sent_N = (place_N >= 0) & (place_N < room)
         place_N = jnp.where(is_sent_N, device_N * room + place_N, num_devices * room)
@@ -168,7 +176,7 @@ def _mix_over(
     if most_rounds == 1:
         return mixed_TD
 
-    # Equal on all devices of the region: those that need no further round answer too.
+    # Equal on all devices of the region: those without further rows must answer too.
     needed = jax.lax.pmax(-(-counts_X.max() // room), layout.tokens)
 
     def nothing(x_TD: jax.Array, *_: Any) -> jax.Array:
@@ -194,7 +202,7 @@ def _mix_over(
 
 
 def rows_of_a_round(num_rows: int, num_devices: int) -> int:
-    """Return how many rows a device sends to each of an axis in a round, at most.
+    """Return the most rows that a device sends to each of an axis in a round.
 
     >>> rows_of_a_round(64, 4), rows_of_a_round(64, 1), rows_of_a_round(2**18, 8)
     (24, 64, 49152)
@@ -249,7 +257,9 @@ def _sum_by_group(rows_NK: jax.Array, grad_NF: jax.Array, sizes_E: jax.Array):
 
 
 def _rows_of_a_block(num_rows: int, num_experts: int) -> int:
-    """Return a power of two: padding is at most half of the rows, or eight an expert.
+    """Return the rows of a block, a power of two.
+
+    Padding is at most half of the rows, or eight rows an expert.
 
     >>> _rows_of_a_block(1024, 8), _rows_of_a_block(16, 8), _rows_of_a_block(10**6, 8)
     (64, 8, 128)

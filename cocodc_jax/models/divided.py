@@ -1,9 +1,9 @@
-"""The transformer's loss as the devices of a region compute it together.
+"""The transformer's loss, computed by all devices of a region.
 
-Each computes with its share of the batch and a part of every weight (`sharding.py`) in
-a `jax.shard_map` that is manual over every axis, as Pallas kernels need; another over
-"region" may be around it. The gradient is taken inside, of the device's share of the
-loss, so that gradients of weights come out summed over the batch.
+Each device computes with its share of the batch and a part of every weight
+(`sharding.py`), in a `jax.shard_map` that is manual over every axis, as Pallas kernels
+need; a `jax.shard_map` over "region" may be around it. The gradient is taken inside, of
+the device's share of the loss, so gradients of weights come out summed over the batch.
 """
 
 import functools
@@ -21,7 +21,7 @@ from cocodc_jax.models.loss import accumulated, divided_cross_entropy, with_grad
 from cocodc_jax.models.sharding import partition_specs
 from cocodc_jax.models.transformer import LossFn, Params, bind
 
-# Scales of heads, of which a device of the model axis has its own; and adapters.
+# Scales of heads, of which each device of the model axis has its own, and adapters.
 _OF_FEATURES = ("query_norm", "key_norm", LORA)
 
 
@@ -30,15 +30,15 @@ def make_divided_loss_fn(
 ) -> LossFn:
     """Make the language-model loss of one region, divided over its devices.
 
-    The same function of the same parameters as `make_loss_fn`, but for the order of
-    float32 sums. It has to be called under a mesh (`jax.set_mesh`, or inside a
-    `jax.shard_map` over other axes) with the layout's axes, and is fast where
-    parameters lie as `partition_specs(..., divides_embedding=True)` says.
+    It is the same function of the same parameters as `make_loss_fn`, except for the
+    order of float32 sums. Call it under a mesh (`jax.set_mesh`, or inside a
+    `jax.shard_map` over other axes) with the layout's axes. It is fast if parameters
+    are sharded by `partition_specs(..., divides_embedding=True)`.
 
-    First derivatives in reverse mode, and forward mode over these.
+    It has first derivatives in reverse mode, and forward mode over these.
 
     Args:
-      config: the model; its sizes divide as `check_divisible` says.
+      config: the model; the axes divide its sizes, see `check_divisible`.
       layout: names of the axes; None is "data" and "model".
       accumulate_steps: parts of the batch, one after another; a divisor of each
         device's share of it, which is the batch over the data axis.
@@ -51,7 +51,7 @@ def make_divided_loss_fn(
 
 
 class _Device:
-    """What one device computes."""
+    """The computation of one device."""
 
     def __init__(self, config: TransformerConfig, layout: Layout, num_parts: int):
         self.config = config
@@ -70,7 +70,7 @@ class _Device:
     def loss_and_grad(
         self, params: Params, tokens: jax.Array
     ) -> tuple[tuple[jax.Array, Any], Params]:
-        """Return `(loss, aux)` and the gradient, laid out as the parameters."""
+        """Return `(loss, aux)` and the gradient, sharded as the parameters."""
         gradient = jax.value_and_grad(self._share, has_aux=True)
         share, grads = accumulated(gradient, self.num_parts)(params, tokens)
         grads = jax.tree_util.tree_map_with_path(
@@ -79,7 +79,7 @@ class _Device:
         return self._whole(share, tokens), grads
 
     def _share(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        """Return what a device's tokens add to the batch's means."""
+        """Return the contribution of a device's tokens to the batch's means."""
         model = bind(self.config, params, self.layout)
         targets_BL = self.layout.own_part(tokens[:, 1:])
         hidden_BLD, routed = model(self.layout.own_part(tokens[:, :-1]))
@@ -107,7 +107,7 @@ class _Device:
         return loss, {"num_tokens": jnp.float32(count), **aux}
 
     def _sum_undivided(self, path: Any, grad: jax.Array, spec: P) -> jax.Array:
-        """Sum the gradient of what is whole on all devices of an axis."""
+        """Sum gradients over the axes on which their parameters are replicated."""
         named = jax.tree.leaves(tuple(spec))
         if self.layout.data not in named:
             grad = sum_over(grad, self.layout.tokens)

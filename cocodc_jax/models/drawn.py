@@ -1,4 +1,4 @@
-"""Random matrices that a model begins with."""
+"""Random initial matrices of a model."""
 
 import math
 
@@ -12,7 +12,7 @@ with extra("train"):
 
 
 def matrix(rngs: nnx.Rngs, *shape: int, gain: float = 1.0) -> nnx.Param:
-    """Draw `[..., fan_in, fan_out]` of deviation `gain` / sqrt(fan_in)."""
+    """Draw `[..., fan_in, fan_out]` with standard deviation `gain` / sqrt(fan_in)."""
     return normal(rngs, shape, gain / math.sqrt(shape[-2]))
 
 

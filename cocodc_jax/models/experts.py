@@ -1,6 +1,6 @@
 """A mixture of experts in place of a block's feed-forward.
 
-A router gives each token x to its k best of E experts, each a SwiGLU:
+A router sends each token x to the k best of E experts, each a SwiGLU:
 
     p = softmax(x R)                    float32, over all experts
     y = sum over the k largest of  p_e / (sum of these p) expert_e(x)
@@ -13,13 +13,14 @@ assignments that expert e got, two losses keep the router in order:
               section 2.2; there for k = 1)
     z         mean of logsumexp(x R)^2  (ST-MoE, arXiv 2202.08906, section 2.2)
 
-Both are means over the layers with experts. They change gradients only: a run's loss is
+Both are means over the layers with experts. They change only gradients: a run's loss is
 the cross-entropy alone, so that losses of all models can be compared.
 
-`experts/tokens` is no weight. It counts what each expert was given, in batches: the
-loss has the gradient -(share of the batch's tokens) there, and `counting` adds that up.
-As a parameter the count is reset where outer ones replace it, merged, stored and sent
-(`sync.expert_mean`). Its unit is so small that it does not show in norms.
+`experts/tokens` is not a weight. It counts the tokens that each expert got, in batches:
+its gradient of the loss is -(share of the batch's tokens), and `counting` adds that up.
+Because it is a parameter, the count is reset when outer parameters replace it, and is
+merged, stored and sent (`sync.expert_mean`). Its unit is so small that it does not
+affect norms.
 """
 
 import functools
@@ -42,9 +43,9 @@ with extra("train"):
 
 
 class Routed(NamedTuple):
-    """What a router did with a batch; means over the batch's tokens.
+    """A router's losses and loads for a batch, as means over its tokens.
 
-    With a `Layout`, what the device's tokens add to the means over the region's.
+    With a `Layout`, the contribution of the device's tokens to the region's means.
     """
 
     balance: jax.Array  # The load-balancing loss.
@@ -89,7 +90,7 @@ class Experts(nnx.Module):
     def weights(
         self, dtype: Any, layout: Layout | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return gate, up and down of the own experts in `dtype`, gathered."""
+        """Return gate, up and down of the device's experts in `dtype`, gathered."""
 
         def whole(w: nnx.Param, side: int) -> jax.Array:
             if layout is None:
@@ -154,7 +155,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 def router_loss(config: TransformerConfig, routed: Routed) -> jax.Array:
-    """Return a term that is zero and whose gradient the router and the counts get.
+    """Return a term of value zero, whose gradient goes to the router and the counts.
 
     Leaves of `routed` are those of all layers with experts, `[layers, ...]`.
     """
@@ -167,9 +168,10 @@ def router_loss(config: TransformerConfig, routed: Routed) -> jax.Array:
 
 
 def router_aux(routed: Routed) -> dict[str, jax.Array]:
-    """Return what is reported of a region's batch, means over its layers but for load.
+    """Return the routing that a region reports for a batch.
 
-    The entropy is in nats, the load `[layers, E]`.
+    Values are means over the layers with experts, except the load, `[layers, E]`. The
+    entropy is in nats.
     """
     return {
         "router_balance": routed.balance.mean(),
@@ -183,11 +185,11 @@ def counting(
     optimizer: optax.GradientTransformation,
     token_counts: Callable[[str], bool] = is_token_count,
 ) -> optax.GradientTransformationExtraArgs:
-    """Let an optimizer train a model with experts, and add up their token counts.
+    """Extend an optimizer to add up the token counts of a model with experts.
 
-    In place of counts it sees gradients of zero. The state is the optimizer's own. The
-    program's `UserInputs` must have the same `token_counts(path) -> bool`; by default
-    those of the models of this package.
+    The optimizer itself sees zero gradients for the counts. The state is the
+    optimizer's. The program's `UserInputs` must have the same `token_counts(path) ->
+    bool`, which by default finds the counts of this package's models.
     """
     inner = optax.with_extra_args_support(optimizer)
     name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")

@@ -3,12 +3,12 @@
 A folder holds the shape, `config.json`, and the tensors: `model.safetensors`, or the
 files that `model.safetensors.index.json` names for each tensor. A model with experts in
 every block is a `MixtralForCausalLM` (arXiv 2401.04088). `_NAMES` and `_NAMES_IN_BLOCK`
-have what arrays are called there; counts of tokens are not written, and are zero once
-read.
+have the names of arrays there. Counts of tokens are not written, and are zero when a
+model is read.
 
 A matrix is [in, out] here and [out, in] there; the embedding is [V, D] in both. Heads
 and rotary pairs are in the same order, so nothing is permuted. Adapters (`lora.py`)
-are files of their own, as `peft` loads them: `adapter_config.json`, and in
+are in separate files, which `peft` loads: `adapter_config.json`, and in
 `adapter_model.safetensors` for the n-th layer's query
 
     base_model.model.model.layers.n.self_attn.q_proj.lora_{A,B}.weight
@@ -83,7 +83,7 @@ def write(
     """Write a model as `config.json` and `model.safetensors`, in float32.
 
     Args:
-      folder: where; made if missing.
+      folder: to write to; made if missing.
       config: the model.
       params: its parameters, scanned or not, of one region; adapters are merged in.
       max_length: tokens that the model was trained to read, for `config.json`.
@@ -103,7 +103,7 @@ def write(
 def write_adapter(
     folder: str | os.PathLike[str], config: TransformerConfig, params: Params, base: str
 ) -> None:
-    """Write a model's adapters as `write` does; `base` is the adapted model's name."""
+    """Write a model's adapters as `write` does; `base` is the base model's name."""
     check_llama(config)
     hf_names = {ours[1]: name.split(".")[1] for ours, name in _NAMES_IN_BLOCK.items()}
     targets = [hf_names[name] for name in config.lora_names]
@@ -150,10 +150,10 @@ def _write(
 
 
 def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
-    """Read the parameters of a model, as `init_params` makes them, as NumPy arrays.
+    """Read the parameters of a model, in the form of `init_params`, as NumPy arrays.
 
     Rows of the vocabulary that the files lack, because it was rounded up here, are the
-    mean of those they have. The folder is checked as `check` does.
+    mean of the others. The folder is checked by `check`.
     """
     files = check(folder, config)
 
@@ -181,10 +181,10 @@ def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
 def check(
     folder: str | os.PathLike[str], config: TransformerConfig
 ) -> dict[str, pathlib.Path]:
-    """Check that a folder holds a model of this shape, reading no tensor.
+    """Check that a folder holds a model of this shape, without reading a tensor.
 
-    The model may have more rows of vocabulary than the folder. The result is the file
-    that each tensor is in.
+    The model may have more rows of vocabulary than the folder. Returns the file of each
+    tensor.
     """
     check_llama(config)
     folder = pathlib.Path(folder)
@@ -242,7 +242,7 @@ def _shapes(config: TransformerConfig) -> Params:
 
 
 def _names_of(path: Any, config: TransformerConfig) -> list[str]:
-    """Name the tensors that make up one array here: one, or one a layer and expert."""
+    """Return the names of the tensors of one array: one, or one a layer and expert."""
     keys = tuple(key.key for key in path)
     if keys[0] != "blocks":
         return [_NAMES[keys]]
@@ -273,7 +273,7 @@ def _is_turned(name: str) -> bool:
 
 
 def _files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Tell which file of a folder each tensor is in."""
+    """Return the file of each tensor in a folder."""
     index = folder / _INDEX_FILE
     whole = folder / TENSORS_FILE
     if whole.is_file():

@@ -1,11 +1,11 @@
-"""Products and lookups of weights that lie divided over the devices of a region.
+"""Products and lookups with weights that are sharded over the devices of a region.
 
-`sharding.py` says how. Left to itself, a compiler gathers the batch as well as the
-weights. Here every device computes with its own sequences, in a `jax.shard_map` that is
-manual over all axes (`divided.py`), with explicit collectives:
+`sharding.py` has the shardings. A compiler that is left the choice may gather the batch
+as well as the weights. Here every device computes with its own sequences, in a
+`jax.shard_map` that is manual over all axes (`divided.py`), with explicit collectives:
 
     a weight     is cast to the compute dtype, gathered over "data" where it is used,
-                 and gathered again for the backward pass if that computes again
+                 and gathered again if the backward pass recomputes its product
     its gradient is a float32 sum over the device's tokens, reduce-scattered over "data"
                  (fully sharded data parallelism; ZeRO stage 3, arXiv 1910.02054)
     keys, values are gathered over "sequence", where positions are sharded over one;
@@ -13,11 +13,12 @@ manual over all axes (`divided.py`), with explicit collectives:
     activations  are summed over "model" after each pair of matrices, and their
                  cotangents before it (Megatron-LM, arXiv 1909.08053, section 3)
 
-Derivatives are by hand: no transposition knows which values are equal on an axis.
+Derivatives are written by hand, because JAX's transposition does not know which values
+are replicated over an axis.
 
 A TPU's compiler (libtpu 0.0.42) has no gather and no scatter over three axes of a torus
-at once, and for some sizes none over two: it makes them sums of whole arrays, of twice
-the bytes. `Layout.steps` along the torus, one after another, cost the bytes of one.
+at once, and for some sizes none over two: it makes them sums of full arrays, with twice
+the bytes. `Layout.steps` along the torus, one after another, move the bytes of one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from cocodc_jax.models.backward import product
 
-# What no policy of rematerialisation keeps: it would be the whole model on each device.
+# No rematerialisation policy keeps gathered weights: all of them are the full model.
 WEIGHTS = "weights"
 
 
@@ -45,10 +46,11 @@ class Layout:
     Attributes:
       data: divides the batch, and the width of weights.
       model: divides heads, features and vocabulary.
-      steps: in which weights are gathered over data, first among that many neighbours,
-        then among as many such groups, and gradients scattered; empty is at once.
-      sequence: divides positions, and with data the width of weights; None leaves
-        sequences whole.
+      steps: sizes of the groups in which weights are gathered over data, first among
+        neighbours, then among such groups, and gradients are scattered; empty is all at
+        once.
+      sequence: divides positions, and with data the width of weights; None keeps
+        sequences on one device.
       expert: divides the batch too, with data the width of weights, and the experts of
         a mixture; None has all experts on each device.
     """
@@ -61,23 +63,23 @@ class Layout:
 
     @property
     def tokens(self) -> str | tuple[str, ...]:
-        """Axes over which a region's tokens lie, and so the width of weights."""
+        """Axes that shard a region's tokens, and so the width of weights."""
         return _named(self.data, self.expert, self.sequence)
 
     @property
     def batch(self) -> str | tuple[str, ...]:
-        """Axes over which a region's sequences lie."""
+        """Axes that shard a region's sequences."""
         return _named(self.data, self.expert)
 
     @property
     def of_experts(self) -> Layout:
-        """How the weights of a device's own experts lie."""
+        """The layout of the weights of a device's experts."""
         if self.expert is None:
             return self
         return dataclasses.replace(self, expert=None, steps=())
 
     def own_part(self, x: jax.Array, axis: int = 1) -> jax.Array:
-        """Return the device's own positions of what has those of whole sequences."""
+        """Return the device's positions of an array with those of full sequences."""
         return x if self.sequence is None else own_share(x, self.sequence, axis)
 
     def whole(self, x: jax.Array) -> jax.Array:
@@ -87,7 +89,7 @@ class Layout:
         return jax.lax.all_gather(x, self.sequence, axis=1, tiled=True)
 
     def groups(self) -> list[list[list[int]] | None]:
-        """Return who gathers together in each step; None is everybody on data."""
+        """Return the groups that gather in each step; None is all devices of data."""
         size = jax.lax.axis_size(self.tokens)
         if size != math.prod(self.steps or (size,)):
             raise ValueError(
@@ -111,7 +113,7 @@ def _named(data: str, *others: str | None) -> str | tuple[str, ...]:
 
 
 def own_share(x: jax.Array, name: str, axis: int) -> jax.Array:
-    """Return the device's own part of `x`, cut along `axis` over a mesh axis."""
+    """Return the device's part of `x`, cut along `axis` over a mesh axis."""
     size = x.shape[axis] // jax.lax.axis_size(name)
     first = jax.lax.axis_index(name) * size
     return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
@@ -127,12 +129,12 @@ def multiply(
 
 
 def summed(x: jax.Array, layout: Layout | None) -> jax.Array:
-    """Sum products with own features over the model axis."""
+    """Sum products over the model axis, whose devices each have some features."""
     return x if layout is None else _summed(x, layout)
 
 
 def shared(x: jax.Array, layout: Layout | None) -> jax.Array:
-    """Mark activations that several products read: their cotangents are summed."""
+    """Mark activations that several products read, to sum their cotangents."""
     return x if layout is None else _shared(x, layout)
 
 
@@ -146,7 +148,7 @@ def lookup(
 
 
 def gather(w: jax.Array, dtype: Any, side: int, layout: Layout) -> jax.Array:
-    """Return a weight in `dtype`, whole along the side that the data axis divides."""
+    """Return a weight in `dtype`, gathered along the side that the data axis shards."""
     cast = w.astype(dtype)
     if jax.lax.axis_size(layout.tokens) == 1:
         return cast
@@ -159,7 +161,7 @@ def gather(w: jax.Array, dtype: Any, side: int, layout: Layout) -> jax.Array:
 
 
 def scatter(grad: jax.Array, side: int, layout: Layout) -> jax.Array:
-    """Sum a gradient over the data axis, and keep the own part of a side."""
+    """Sum a gradient over the data axis, and keep the device's part of a side."""
     if jax.lax.axis_size(layout.tokens) == 1:
         return grad
 
@@ -176,7 +178,7 @@ def scatter(grad: jax.Array, side: int, layout: Layout) -> jax.Array:
 
 
 def sum_over(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
-    """Sum over an axis, or several; over one device nothing happens."""
+    """Sum over one or several axes; over one device this does nothing."""
     return x if jax.lax.axis_size(axis) == 1 else jax.lax.psum(x, axis)
 
 
@@ -253,7 +255,8 @@ def _lookup_backward(
     ids_BL, num_rows = residuals
     grad_VD = jnp.zeros((num_rows, grad_BLD.shape[-1]), jnp.float32)
     grad_VD = grad_VD.at[ids_BL].add(grad_BLD.astype(jnp.float32), mode="drop")
-    # Turned: a TPU's compiler would sum the whole table on every device, and cut it.
+    # Transposed: else a TPU's compiler sums the full table on every device, and cuts
+    # it.
     return scatter(grad_VD.T, 0, layout).T, None
 
 

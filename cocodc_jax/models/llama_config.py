@@ -37,7 +37,7 @@ def _shape(config: TransformerConfig) -> dict[str, tuple[str, Any]]:
 def read_config(
     folder: str | os.PathLike[str], config: TransformerConfig | None = None
 ) -> dict[str, Any]:
-    """Return what `config.json` of a LLaMA or a Mixtral says; refuse other models."""
+    """Read `config.json` of a LLaMA or a Mixtral; refuse other models."""
     path = pathlib.Path(folder) / CONFIG_FILE
     values = read_json(path)
     kind = values.get("model_type")
@@ -59,7 +59,7 @@ def read_config(
 
 
 def check_llama(config: TransformerConfig) -> None:
-    """Refuse a transformer that `LlamaForCausalLM` cannot compute."""
+    """Raise ValueError for a transformer that `LlamaForCausalLM` cannot compute."""
     if config.qk_norm:
         raise ValueError(
             "qk_norm=True normalises queries and keys, which LlamaForCausalLM does "
@@ -76,7 +76,7 @@ def check_llama(config: TransformerConfig) -> None:
 
 
 def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
-    """Refuse a `config.json` of another model, naming the flags that would be right."""
+    """Refuse a `config.json` of another shape, naming the flags that would fit it."""
     path = folder / CONFIG_FILE
     values = read_config(folder, config)
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
@@ -131,7 +131,7 @@ def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
 def to_json(
     config: TransformerConfig, max_length: int, eos_id: int | None
 ) -> dict[str, Any]:
-    """Return what `config.json` says of a model, as transformers 4 and 5 read it."""
+    """Return the content of a model's `config.json`, for transformers 4 and 5."""
     kind = "llama"
     of_experts = {}
     if config.num_experts:
@@ -166,7 +166,7 @@ def to_json(
 def adapter_json(
     config: TransformerConfig, base: str, targets: list[str]
 ) -> dict[str, Any]:
-    """Return what `adapter_config.json` says of a model's adapters, for `peft`."""
+    """Return the content of the adapters' `adapter_config.json`, for `peft`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -182,7 +182,7 @@ def adapter_json(
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Return the JSON object in a file; refuse what cannot be read, or is none."""
+    """Return the JSON object in a file; refuse other content and unreadable files."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,7 +1,8 @@
 """Adapters of a frozen model (LoRA; Hu et al., arXiv 2106.09685).
 
-Beside a matrix W [in, out], `blocks/../NAME`, a block has A [in, r], normal, and B [r,
-out], zero at first, in `blocks/../lora/NAME/{a, b}`: W + (lora_alpha / r) A B.
+For a matrix W [in, out], `blocks/../NAME`, a block has A [in, r], normal at first, and
+B [r, out], zero at first, in `blocks/../lora/NAME/{a, b}`. It multiplies by
+W + (lora_alpha / r) A B.
 """
 
 import jax
@@ -11,12 +12,12 @@ from cocodc_jax.models.transformer import Params, init_params
 
 
 def is_adapter(path: str) -> bool:
-    """Tell whether a parameter is of an adapter, by its path, parts joined by "/"."""
+    """Return whether a path, its parts joined by "/", is of an adapter."""
     return LORA in path.split("/")
 
 
 def adapted(base: Params, config: TransformerConfig, key: jax.Array) -> Params:
-    """Return parameters of a model without adapters with the first ones of `config`."""
+    """Add the initial adapters of `config` to the parameters of a model without any."""
     if not config.lora_rank:
         return base
     # The rest is not drawn: nothing asks for it.
@@ -25,7 +26,7 @@ def adapted(base: Params, config: TransformerConfig, key: jax.Array) -> Params:
 
 
 def merged(config: TransformerConfig, params: Params) -> Params:
-    """Return the parameters of the model without adapters that computes the same."""
+    """Return the parameters of the equivalent model without adapters."""
     if not config.lora_rank:
         return params
     full = {
@@ -39,7 +40,7 @@ def merged(config: TransformerConfig, params: Params) -> Params:
 
 
 def only_adapters(params: Params) -> Params:
-    """Return a model's parameters without any but adapters."""
+    """Return only the adapters of a model's parameters."""
     return {
         name: part if name == LORA else only_adapters(part)
         for name, part in params.items()

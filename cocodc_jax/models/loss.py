@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks of tokens, and losses with a gradient of their own.
+"""Cross-entropy in chunks of tokens, and losses that compute their gradient.
 
 With logits z = h W of hidden states h and a head W, targets y and p = softmax(z):
 
@@ -6,8 +6,9 @@ With logits z = h W of hidden states h and a head W, targets y and p = softmax(z
     dh = dz W^T,                                        dW = h^T dz
 
 All logits would take `B L V` float32 values, twice with their cotangent, which for
-vocabularies of 32,000 is most of a step's memory. Here one chunk's exist at a time.
-Chunks cut the length axis alone, so sharding of the batch axis stays as it was.
+vocabularies of 32,000 is most of a step's memory. Here the logits of only one chunk
+exist at a time. Chunks cut only the length axis, so the sharding of the batch axis does
+not change.
 
 `cross_entropy` computes each chunk again in the backward pass. In
 `divided_cross_entropy`, with sequences sharded over "data" and the vocabulary over
@@ -47,7 +48,7 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean cross-entropy and accuracy of next-token prediction.
 
-    A token counts as predicted when its logit reaches the largest one.
+    A token counts as predicted if its logit equals the largest one.
     """
 
     def one(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +64,7 @@ def cross_entropy(
 def _over_chunks(
     one: Callable, hidden_BLD: jax.Array, targets_BL: jax.Array, chunk_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of `one(chunk)`, which is computed again in backward."""
+    """Return the sums of `one(chunk)`, which the backward pass computes again."""
     chunks = _split(hidden_BLD, targets_BL, chunk_tokens)
     if chunks is None:
         return one((hidden_BLD, targets_BL))
@@ -140,8 +141,8 @@ def _backward(
     cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, None]:
     grad_BLD, grad_DV = grads
-    # In float32: one over a count that is no power of two is off by up to 0.4% in
-    # bfloat16, for all tokens alike, and every gradient but the head's would be.
+    # In float32: 1 / count is off by up to 0.4% in bfloat16 if the count is no power of
+    # two, for all tokens equally, and so would be every gradient but the head's.
     scale = cotangents[0]
     return (grad_BLD * scale).astype(grad_BLD.dtype), grad_DV * scale, None
 
@@ -154,7 +155,7 @@ def _sums(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
     """Return a chunk's sums, exp(z - max z), its sum, and which logits are targets.
 
-    A padded target, -1, is none.
+    A padded target, -1, does not count.
     """
     axis = layout.model if layout else None
     axis = axis if axis and jax.lax.axis_size(axis) > 1 else None
@@ -208,7 +209,7 @@ def _split(
 
 
 def accumulated(gradient: GradientFn, num_parts: int) -> GradientFn:
-    """Return the same function of a batch, computed in parts."""
+    """Return the same function of a batch, computed in parts of it."""
     if num_parts == 1:
         return gradient
 
@@ -251,7 +252,7 @@ def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
 
 
 def with_gradient(loss_fn: Callable, loss_and_grad: Callable) -> Callable:
-    """Return `loss_fn(params, batch, key) -> (loss, aux)`, with a gradient of its own.
+    """Return `loss_fn(params, batch, key) -> (loss, aux)` with a given gradient.
 
     `loss_and_grad` returns `((loss, aux), gradient)`. First derivatives are in reverse
     mode, and in forward mode over these.

@@ -1,21 +1,21 @@
-"""The transformer's loss as a pipeline: its blocks divided between stages.
+"""The transformer's loss as a pipeline, with its blocks divided between stages.
 
 Stage s of S holds layers s n/S to (s+1) n/S of n, and everything that is not a
-block. A batch goes through in M microbatches; at tick t stage s works on microbatch
-t - s, so all is done after M + S - 1 ticks, and a stage is idle for S - 1 of them
-(GPipe, Huang et al., arXiv 1811.06965, section 2.3). Differentiation runs the same
-schedule in reverse. What leaves the last stage is shared out between the stages by
-position in the sequence, so that each computes the logits and the loss of a part.
+block. A batch passes in M microbatches; at tick t stage s works on microbatch t - s, so
+the batch is done after M + S - 1 ticks, and a stage is idle for S - 1 of them (GPipe,
+Huang et al., arXiv 1811.06965, section 2.3). Differentiation runs the same schedule in
+reverse. The stages divide the result of the last stage by positions in the sequence,
+and each computes the logits and the loss of its part.
 
-With random routing (NoLoCo, arXiv 2506.10911) activations of region r go on to the
-next stage of region (r + shift) mod R, and the gradients come back the same way.
-Differs from the paper: each tick draws one shift, the same for all regions and
-stages, where the paper may draw any permutation. A region is met with probability
-1/R either way; a cyclic shift is one collective among R compiled ones.
+With random routing (NoLoCo, arXiv 2506.10911) activations of region r go to the next
+stage of region (r + shift) mod R, and the gradients come back the same way. Differs
+from the paper: each tick draws one shift, the same for all regions and stages, while
+the paper may draw any permutation. In both, a region is drawn with probability 1/R; a
+cyclic shift is one of R compiled collectives.
 
-The gradient is taken inside the `jax.shard_map`: what JAX 0.10.2 itself would save
-between forward and backward leaves it sharded over "stage" and "region", and the
-compiler refuses that (github.com/jax-ml/jax/pull/26588).
+The gradient is taken inside the `jax.shard_map`. Outside, the values that JAX 0.10.2
+saves between forward and backward would leave it sharded over "stage" and "region",
+which the compiler refuses (github.com/jax-ml/jax/pull/26588).
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def make_pipelined_loss_fn(
 ) -> LossFn:
     """Make the language-model loss of one region, computed by a pipeline.
 
-    The same function of the same parameters as `make_loss_fn`, but for the order of
-    float32 sums. It has to be called under a mesh (`jax.set_mesh`, or inside a
-    `jax.shard_map` over other axes) with an axis "stage" of `num_stages` devices, and
-    is fast when blocks are sharded by `partition_specs(..., stage="stage")`.
+    It is the same function of the same parameters as `make_loss_fn`, except for the
+    order of float32 sums. Call it under a mesh (`jax.set_mesh`, or inside a
+    `jax.shard_map` over other axes) with an axis "stage" of `num_stages` devices. It is
+    fast if blocks are sharded by `partition_specs(..., stage="stage")`.
 
-    First derivatives in reverse mode, and forward mode over these.
+    It has first derivatives in reverse mode, and forward mode over these.
 
     Args:
       config: the model, with `scan_layers`.
@@ -67,19 +67,20 @@ def make_pipelined_loss_fn(
       num_microbatches: M, divides the sequences of a batch.
       num_routed_regions: R, to route activations between that many regions at
         random; the loss must then be called inside a `shard_map` over "region" with
-        one region a device and `check_vma=False`. None keeps them at home.
-      subspace: what of the residual stream is sent. Lossless if the parameters are
+        one region a device and `check_vma=False`. None keeps them in their region.
+      subspace: in which the residual stream is sent. Lossless if the parameters are
         confined to it, by `confine` and `confined`.
-      codec: how activations and gradients are written on their way, with or without a
-        subspace; lossy. The last stage then computes all the logits, since sharing
-        out its result would send it as it is.
+      codec: how activations and gradients are encoded between stages, with or without a
+        subspace; lossy. The last stage then computes all the logits, because dividing
+        its result would send it without the codec.
 
     Returns:
       `loss_fn(params, tokens, key) -> (loss, aux)` as `make_loss_fn`'s. With a subspace
-      or a codec aux has `stage_bytes` too: what the stages of a region sent one another
-      for this batch, backward included where a gradient is taken. With routing it is
-      the loss of the microbatches that ended in this region, with the gradient of all
-      regions' losses by this region's parameters; shifts come from region 0's key.
+      or a codec aux has `stage_bytes` too: the bytes that the stages of a region sent
+      one another for this batch, with those of the backward pass if a gradient is
+      taken. With routing, the loss is that of the microbatches that ended in this
+      region, with the gradient of all regions' losses by this region's parameters;
+      shifts come from region 0's key.
     """
     check_pipeline(config, num_stages, num_microbatches)
     # The same blocks, fewer of them.
@@ -115,7 +116,7 @@ def _over_stages(
         axis_names={STAGE},
         in_specs=(specs, P(), P()),
         out_specs=((P(), P()), specs) if compute == stage.loss_and_grad else P(),
-        # The map over regions around this one does not say what varies over them.
+        # The `shard_map` over regions around this one has no varying types.
         check_vma=stage.links.num_regions == 1,
     )
 
@@ -145,11 +146,11 @@ def _check_call(stage: _Stage, batch: int):
 
 
 def _draw_shifts(stage: _Stage, key: jax.Array) -> jax.Array:
-    """Draw the regions a message moves on by after each tick, alike in all regions."""
+    """Draw the shift of regions after each tick, equal in all regions."""
     if stage.links.num_regions == 1:
         return jnp.zeros(stage.num_ticks, jnp.int32)
-    # Regions have keys of their own, and one that took another branch than the rest
-    # would wait for ever: all use the key of region 0.
+    # All use the key of region 0: a region that took another branch than the others
+    # would wait for ever.
     data = jax.random.key_data(key)
     is_chosen = jax.lax.axis_index(REGION) == 0
     shared = jax.lax.psum(jnp.where(is_chosen, data, jnp.zeros_like(data)), REGION)
@@ -159,7 +160,7 @@ def _draw_shifts(stage: _Stage, key: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """What one stage computes, manual over the stage axis."""
+    """The computation of one stage, manual over the stage axis."""
 
     config: TransformerConfig  # With the stage's share of the layers.
     num_microbatches: int
@@ -184,7 +185,7 @@ class _Stage:
         return self._sum_shares(loss, seen, tokens, 1)
 
     def loss_and_grad(self, params: Params, tokens: jax.Array, shifts: jax.Array):
-        """Return `(loss, aux)` and the gradient, laid out as the parameters."""
+        """Return `(loss, aux)` and the gradient, sharded as the parameters."""
         # A stage differentiates its own share; the other stages' shares reach its
         # parameters by the transposes of the collectives.
         params = _as_own(params)
@@ -219,7 +220,7 @@ class _Stage:
         return jax.lax.psum(loss, STAGE), aux
 
     def _share(self, params: Params, way_back, tokens: jax.Array, shifts: jax.Array):
-        """Compute this stage's shares of the batch's loss and of what is reported."""
+        """Compute this stage's shares of the batch's loss and aux."""
         model = bind(self.config, params)
         inputs = tokens[:, :-1]
         targets = tokens[:, 1:]
@@ -241,7 +242,7 @@ class _Stage:
             self.config.loss_chunk_tokens,
         )
 
-        # Means over this part's positions, padding among them, to shares of the mean.
+        # From means over this part's positions, with padding, to shares of the mean.
         weight = targets_BL.size / targets.size
         seen: dict[str, Any] = {"accuracy": accuracy * weight}
         if self.codec:
@@ -249,9 +250,9 @@ class _Stage:
         return loss * weight, seen
 
     def _run(self, model: Transformer, way_back, batch, shifts: jax.Array):
-        """Send a batch through the stages; the last stage's result is the batch's.
+        """Send a batch through the stages; return the last stage's result.
 
-        That is activations [B, L, D], targets, and with a subspace tokens [B, L].
+        It is activations [B, L, D], targets, and with a subspace tokens [B, L].
         """
         stage = jax.lax.axis_index(STAGE)
         is_first = stage == 0
@@ -273,7 +274,7 @@ class _Stage:
             if self.codec is None:
                 return (self.links.send((coded, ids), shift), ahead, back), done
 
-            # This stage works on microbatch `now - stage`, the one before on the next.
+            # This stage works on microbatch `now - stage`, its predecessor on the next.
             has_sent = self._is_batch(now - stage) & ~is_last
             has_received = self._is_batch(now - stage + 1) & ~is_first
             hop = Hop(self.links, self.codec)
@@ -285,8 +286,8 @@ class _Stage:
             return ((coded, self.links.send(ids, shift)), ahead, back), done
 
         entering = jax.tree.map(self._microbatches, batch)
-        # What stage 0 receives is never used; so chosen, zeros vary over every mesh
-        # axis that messages vary over.
+        # Stage 0 never uses what it receives. These zeros vary over every mesh axis
+        # that messages vary over.
         one = jax.tree.map(lambda x: x[0], entering)
         x_BLD, ids = entered(one, jax.tree.map(jnp.zeros_like, one))
         coded = self._encode(x_BLD)
@@ -304,7 +305,7 @@ class _Stage:
         return jax.tree.map(self._batch, done), ahead or ((), 0.0)
 
     def _way_back(self, params: Params, tokens: jax.Array):
-        """Return zeros like what a codec remembers; they vary as parameters do."""
+        """Return zeros like a codec's memory, which vary as parameters do."""
         if self.codec is None:
             return ()
 
@@ -329,29 +330,30 @@ class _Stage:
         return self.subspace.encode(x_BLD) if self.subspace else x_BLD
 
     def _decode(self, model: Transformer, coded: jax.Array, inputs) -> jax.Array:
-        """Undo `_encode`; `inputs` holds the tokens where that takes them."""
+        """Invert `_encode`; `inputs` holds the tokens if it needs them."""
         if self.subspace is None:
             return coded
         return self.subspace.decode(coded, model.embedding[...], inputs[0])
 
     def _microbatches(self, x: jax.Array) -> jax.Array:
-        """Cut `[B, ...]` to what enters at each tick, `[ticks, B / M, ...]`.
+        """Cut `[B, ...]` into the inputs of each tick, `[ticks, B / M, ...]`.
 
-        Every M-th sequence makes a microbatch, which "data" then divides as the batch.
+        Every M-th sequence is in one microbatch, so "data" shards it as the batch.
         """
         cut = x.reshape(-1, self.num_microbatches, *x.shape[1:]).swapaxes(0, 1)
         idle = [(0, self.num_stages - 1)] + [(0, 0)] * x.ndim
         return jnp.pad(cut, idle)
 
     def _batch(self, done: jax.Array) -> jax.Array:
-        """Undo `_microbatches` on what the last stage returned at each tick."""
+        """Invert `_microbatches` for the last stage's results of each tick."""
         cut = done[self.num_stages - 1 :].swapaxes(0, 1)
         return cut.reshape(-1, *cut.shape[2:])
 
     def _part(self, x_BL: jax.Array, padding: int) -> jax.Array:
         """Give each stage its part of the last stage's positions, axis 1."""
         if self.codec:
-            # All for the last stage, as sharing out would send what no codec wrote.
+            # All for the last stage, as dividing them would send them without the
+            # codec.
             is_last = jax.lax.axis_index(STAGE) == self.num_stages - 1
             return jnp.where(is_last, x_BL, jnp.full_like(x_BL, padding))
 
@@ -364,7 +366,7 @@ class _Stage:
 
 
 def _as_own(params: Params) -> Params:
-    """Give every stage its own parameters: else gradients are summed at every tick."""
+    """Mark parameters as each stage's own: else gradients are summed at every tick."""
     return {
         name: part if name == "blocks" else jax.lax.pcast(part, STAGE, to="varying")
         for name, part in params.items()

@@ -1,7 +1,7 @@
 """Named transformers, each a lab note: where it comes from and what it costs.
 
-The vocabulary is the tokenizer's business: a run replaces `vocab_size` by the
-tokenizer's own, rounded up. The value here is the one the counts are given for.
+A run replaces `vocab_size` by the tokenizer's, rounded up. The value here is the one
+for which the parameter counts are given.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ PRESETS = {
     # Two experts of eight, each of half tiny's feed-forward, so that a token takes as
     # much work but for the routers. 2,464,928 parameters, 842,912 for a token.
     "moe_tiny": dataclasses.replace(_TINY, num_experts=8, expert_width=176),
-    # Whether what was found at 0.8M holds at 8 times that: twice the width and depth of
+    # To test whether results at 0.8M hold at 8 times that: twice the width and depth of
     # tiny. 6,496,512 parameters.
     "mini": _of_bytes(
         num_layers=8, width=256, mlp_width=704, num_heads=8, num_kv_heads=8

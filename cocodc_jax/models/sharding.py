@@ -4,11 +4,12 @@
 communication between the two matrices of a pair: attention heads, feed-forward
 features, vocabulary (Megatron-LM, arXiv 1909.08053, section 3). "data" divides the
 residual width, gathered before use (ZeRO stage 3, arXiv 1910.02054). Each expert is
-divided as a feed-forward is; an "expert" axis divides which there are, and the width of
-all other weights with "data". Where the compiler derives the rest, "data" does not
-divide the embedding: a lookup whose table and token ids share that axis, inside a
-`shard_map` that is manual over regions, ends the process in XLA's partitioner (JAX
-0.10.2, CPU). `divided.py` does its own lookup.
+divided as a feed-forward is. An "expert" axis divides the set of experts, and with
+"data" the width of all other weights. If the compiler derives the collectives, "data"
+does not divide the embedding: a lookup whose table and token ids share that axis,
+  inside
+a `shard_map` that is manual over regions, crashes XLA's partitioner (JAX 0.10.2, CPU).
+`divided.py` does its own lookup.
 """
 
 from typing import Any
@@ -31,8 +32,8 @@ def partition_specs(
 
     Args:
       params: one region's parameters (or their shapes) as `init_params` makes them.
-      axes: mesh axes that shard the width (one, or several as one), and that shard
-        heads, feed-forward features and vocabulary.
+      axes: two entries: the mesh axis, or a tuple of several, that shards the width,
+        and the mesh axis that shards heads, feed-forward features and vocabulary.
       stage: mesh axis that divides the layers of scanned blocks, for a pipeline.
       divides_embedding: whether the first axis divides the embedding too.
       expert: mesh axis, among those of the width, that divides the experts of a mixture

@@ -1,39 +1,40 @@
-"""A residual stream whose trained part stays in a subspace, so that k numbers tell d.
+"""A residual stream whose trained part stays in a subspace: k numbers represent D.
 
 With U [D, k] orthonormal and fixed, P = U U^T, and x_l(t) the residual stream of a
 position with token t, kept by construction for every layer l:
 
     x_l(t) - fixed(t)  in  span(U),      fixed(t) = (I - P) embedding[t]
 
-A pipeline stage therefore hands on c = U^T x_l and the token, and the next one has
-x_l = U c + fixed(t) to rounding: D / k times fewer bytes ahead, and back, where dL/dc =
-U^T dL/dx. Every matrix that writes to the stream (attention output, MLP down) keeps its
-rows in span(U), and the embedding moves in span(U) only:
+A pipeline stage therefore sends c = U^T x_l and the token, and the next stage computes
+x_l = U c + fixed(t), up to rounding. That is D / k times fewer bytes forward, and
+backward, where dL/dc = U^T dL/dx. Every matrix that writes to the stream (attention
+output, MLP down) keeps its rows in span(U), and the embedding moves only in span(U):
 
-    before the optimizer:  g <- g P                       (the three of them)
+    before the optimizer:  g <- g P                       (of these three)
     after it:              W + u <- (W + u) P,  and  u <- u P for the embedding
 
-The loss, and the gradient after the first line, are those of the plain model: what P
-takes from a gradient at a stage's border reaches only what P takes from those three.
+The loss, and the gradients after the first line, are those of the plain model: the part
+of a gradient that P removes at a stage's border affects only the parts of these three
+gradients that P removes too.
 
 Source: Protocol Models (Ramasinghe et al., arXiv 2506.01260); the split of the
 embedding, which matrices are projected and what is sent as read from the authors'
 published code (Node0).
 Differs from it:
-- The embedding is one array, whose fixed part is what of it is outside of the subspace.
-  The authors add a trained table in span(U) to a random one: the same split.
+- The embedding is one array, whose part outside of the subspace is fixed. The authors
+  add a trained table in span(U) to a random one, which is the same split.
 - All layers are confined; theirs leave the last two free, as nothing is sent after
-  them. Here the last stage shares its result out among the stages, in U as well.
+  them. Here the stages divide the result of the last stage, which is sent in U as well.
 - With tied embeddings the head moves in span(U) with the table; theirs is untied, so
   `tie_embeddings=False` is nearer. Norm scales and an untied head are free.
 - Matrices are projected at the start too (which makes them sqrt(k / D) as long), and
   the optimizer sees projected gradients, so that a run does not depend on where stages
-  are cut. What AdamW's elementwise division takes out of the subspace is cut off, as in
-  the published code; the paper has one second moment a row instead (from memory).
-- U is drawn once and never moves (the paper moves it rarely, from memory).
+  are cut. AdamW's elementwise division leaves the subspace; that part is cut off, as in
+  the published code. The paper has one second moment a row instead (from memory).
+- U is drawn once and never changes (the paper changes it rarely, from memory).
 
-An average of confined parameters is confined. What is quantized or cut between regions
-is not until the next inner step: what is outside does not cross between stages.
+An average of confined parameters is confined. Parameters that regions quantize or cut
+are not, until the next inner step: stages do not send the part outside.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ import optax
 
 from cocodc_jax.models.config import WRITERS
 
-# Whose changes are kept in the subspace; of writers the rows (last axis, the width).
+# Parameters whose changes stay in the subspace; the width is their last axis.
 _SPLIT = ("embedding",)
 
 
@@ -75,7 +76,7 @@ class Subspace:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole space, so that nothing is confined."""
+        """Whether it is the full space, so that nothing is confined."""
         return self.rank == self.width
 
     @functools.cached_property
@@ -93,7 +94,7 @@ class Subspace:
         return times(times(x, self.basis), self.basis.T)
 
     def encode(self, x_BLD: jax.Array) -> jax.Array:
-        """Return what is sent of the residual stream, `U^T x`, [B, L, k] as x."""
+        """Return `U^T x`, which stages send, [B, L, k] in the dtype of x."""
         coded = jnp.matmul(
             x_BLD, self.basis.astype(x_BLD.dtype), preferred_element_type=jnp.float32
         )
@@ -102,10 +103,10 @@ class Subspace:
     def decode(
         self, coded_BLk: jax.Array, embedding_VD: jax.Array, tokens_BL: jax.Array
     ) -> jax.Array:
-        """Return the residual stream again, `U c + fixed(t)`, [B, L, D] in c's dtype.
+        """Return the residual stream, `U c + fixed(t)`, [B, L, D] in the dtype of c.
 
-        The tokens are those that entered the model here. Through the fixed part no
-        gradient goes.
+        The tokens are the model's inputs at these positions. The fixed part has no
+        gradient.
         """
         rows_BLD = jax.lax.stop_gradient(embedding_VD)[tokens_BL]
         fixed_BLD = rows_BLD - self.project(rows_BLD)
@@ -125,10 +126,11 @@ def confine(params: Any, subspace: Subspace) -> Any:
 def confined(
     optimizer: optax.GradientTransformation, subspace: Subspace
 ) -> optax.GradientTransformation:
-    """Keep an optimizer's steps in the subspace; the state is the optimizer's own.
+    """Keep an optimizer's steps in the subspace; the state is the optimizer's.
 
-    Its updates are those that are added to parameters, and its `update` needs `params`,
-    to project what they will be. The whole space returns the optimizer itself.
+    Its `update` needs `params`, to project the parameters after the step; the updates
+    are those that are added to parameters. For the full space, return the optimizer
+    itself.
     """
     if subspace.is_whole:
         return optimizer

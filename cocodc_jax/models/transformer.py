@@ -1,7 +1,7 @@
 """A LLaMA-style decoder in Flax NNX, used through pure functions.
 
-`block.py` has what is in a block. Outside these two files a model is a
-`TransformerConfig` and a nested dict of float32 arrays:
+`block.py` has the blocks. Outside these two files a model is a `TransformerConfig` and
+a nested dict of float32 arrays:
 
     embedding [V, D]
     blocks    attention: query, key, value, output, (query_norm, key_norm: scale)
@@ -14,8 +14,8 @@
     head      [D, V], absent with tied embeddings
 
 With `scan_layers` every array under `blocks` has a leading layer axis; without,
-`blocks` is a dict from layer number to block. Where only every n-th block has experts,
-n blocks are scanned as one: `blocks/layer_0` to `layer_{n - 1}` are stacks of groups.
+`blocks` is a dict from layer number to block. If only every n-th block has experts, n
+blocks are scanned as one: `blocks/layer_0` to `layer_{n - 1}` are stacks of groups.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ with extra("train"):
     from flax import nnx
 
 Params = dict[str, Any]
-# What a block's backward pass begins with, and a policy may keep elsewhere.
+# The input of a block's backward pass, which a policy may keep in host memory.
 BLOCK_INPUT = "block_input"
 LossFn = Callable[
     [Params, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]
@@ -80,18 +80,18 @@ class Transformer(nnx.Module):
         self.layout = layout
 
     def __call__(self, tokens_BL: jax.Array) -> tuple[jax.Array, Routed | None]:
-        """Return the normed hidden states [B, L, D], and what `run_blocks` does."""
+        """Return the normed hidden states [B, L, D], and the routing of all blocks."""
         x_BLD, routed = self.run_blocks(self.embed(tokens_BL))
         return self.norm(x_BLD), routed
 
     def embed(self, tokens_BL: jax.Array) -> jax.Array:
-        """Return what enters the first block, [B, L, D] in the compute dtype."""
+        """Return the first block's input, [B, L, D] in the compute dtype."""
         return lookup(
             self.embedding[...], tokens_BL, self.config.compute_dtype, self.layout
         )
 
     def output_head(self) -> jax.Array:
-        """Return the float32 output projection [D, V]; with a layout its own part."""
+        """Return the float32 output projection [D, V]; with a layout, this device's."""
         if self.config.tie_embeddings:
             return self.embedding[...].T
         return self.head[...]
@@ -99,7 +99,7 @@ class Transformer(nnx.Module):
     def run_blocks(self, x_BLD: jax.Array) -> tuple[jax.Array, Routed | None]:
         """Pass the residual stream [B, L, D] through all blocks.
 
-        The second result is what routers did, leaves `[layers with experts, ...]`.
+        The second result is a `Routed`, leaves `[layers with experts, ...]`.
         """
         # Rotary tables of the device's own positions.
         layout = self.layout
@@ -197,9 +197,9 @@ def make_outputs(
     """Make the loss in two parts, for Gauss-Newton products: logits, and their loss.
 
     They are `model(params, tokens) -> float32 logits [B, L, V]` and `loss(logits,
-    tokens) -> float32 scalar`; tokens are int32 `[B, L + 1]`. They compose to
-    `make_loss_fn`'s loss, unchunked and in plain operations, as products need forward
-    mode. With a layout the compiler shares out the work.
+    tokens) -> float32 scalar`; tokens are int32 `[B, L + 1]`. Together they are
+    `make_loss_fn`'s loss, unchunked and in plain operations, because Gauss-Newton
+    products need forward mode. With a layout the compiler divides the work.
     """
     config = dataclasses.replace(
         config, attention="plain", backward="plain", expert_dispatch="blocks"
@@ -232,9 +232,9 @@ def flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     """Return the floating-point operations of one training step per token.
 
     PaLM's convention (arXiv 2204.02311, appendix B): 6 for every parameter that
-    multiplies a token, 4 where it is frozen, plus 12 * num_layers * width *
-    sequence_length for attention; recomputation is not counted, nor is the causal half
-    left out. Of experts those that a token is given to count.
+    multiplies a token, 4 if it is frozen, plus 12 * num_layers * width *
+    sequence_length for attention. Recomputation does not count, and the masked half of
+    attention does. Of the experts, those of a token count.
     """
     # A tied table is a head and counts; an untied one has its head beside it.
     table = 0 if config.tie_embeddings else config.vocab_size * config.width
@@ -263,14 +263,14 @@ def _graph(config: TransformerConfig, layout: Layout | None):
 def _rematerialise(
     run: Callable, remat: str, in_scan: bool, is_divided: bool
 ) -> Callable:
-    """Wrap `run(graph, params, x)` so that backward recomputes as `remat` says."""
+    """Wrap `run(graph, params, x)` so that backward recomputes according to `remat`."""
     if remat == "none" and not is_divided:
         return run
 
     policies = jax.checkpoint_policies
     attention = policies.save_only_these_names(ATTENTION)
     by_name = {
-        # What weights are gathered to is no activation.
+        # Gathered weights are not activations.
         "none": policies.save_anything_except_these_names(WEIGHTS),
         "dots": policies.save_from_both_policies(
             policies.dots_with_no_batch_dims_saveable, attention

@@ -204,6 +204,7 @@ def settled_s(
     settles.
 
     Args:
+      state: the links.
       exchange: `exchange(starts_s) -> ends_s`, of each rank.
     """
     late_s = 2 * float(state.delay_s.max())

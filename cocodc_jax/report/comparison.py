@@ -1,4 +1,4 @@
-"""Finished runs, and their comparison: ratios, and the points that nothing beats."""
+"""Finished runs, and their comparison: ratios, and the frontier of bytes and loss."""
 
 import dataclasses
 import os
@@ -32,7 +32,7 @@ MEASURES = (
 
 
 class DamagedRunError(ValueError):
-    """A file of a finished run is not what was written."""
+    """A file of a finished run is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Curve:
 
 
 def eval_curve(runs: Sequence[Run]) -> Curve:
-    """Join the evaluations of one method's seeds at the steps that all of them have."""
+    """Return one method's curve over its seeds, at the steps that all seeds have."""
     evals = [{record["step"]: record for record in run.of_kind("eval")} for run in runs]
     steps = sorted(set.intersection(*map(set, evals)))
     if not steps:
@@ -133,9 +133,10 @@ def steps_to_loss(
 ) -> float | None:
     """Return the step at which an evaluation loss first reaches the target.
 
-    Between two evaluations the loss is taken as linear in the step, so that the answer
-    does not depend on which evaluation happens to lie just behind the target. `curve`
-    may also be (step, loss) pairs, steps increasing; None where it never gets there.
+    Between two evaluations the loss is assumed to be linear in the step, so the result
+    does not depend on how soon after reaching the target an evaluation came. `curve`
+    may also be (step, loss) pairs, steps increasing. None if it never reaches the
+    target.
 
     >>> steps_to_loss([(0, 4.0), (100, 3.0), (200, 2.0)], 2.5)
     150.0
@@ -159,8 +160,8 @@ def loss_at_bytes(
 ) -> float | None:
     """Return the evaluation loss when a region has sent so many bytes.
 
-    Between two evaluations the loss is taken as linear in the bytes. A region that
-    sends nothing more goes on training: of evaluations at the same bytes the last
+    Between two evaluations the loss is assumed to be linear in the bytes. Of several
+    evaluations at the same bytes, as of a region that sends nothing more, the last
     counts.
 
     >>> loss_at_bytes([(10, 4.0), (20, 3.0), (20, 2.5), (40, 2.0)], 30)
@@ -186,29 +187,29 @@ def compare(
     target_method: str | None = None,
     diverged: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Make what `comparison.json` holds.
+    """Return the content of `comparison.json`.
 
     Args:
       runs: at least one, each method with the same seeds.
-      target_method: whose mean final loss is the target; None takes the greatest. Its
-        bytes are those that all are compared at, if it sends any.
-      diverged: methods that have no run, as one of theirs became NaN or infinite, with
-        what was said then.
+      target_method: the method whose mean final loss is the target; None is the one
+        with the greatest. If it sends anything, all are compared at its bytes.
+      diverged: methods without a run, because one of theirs became NaN or infinite, and
+        the error.
 
     Returns:
       "methods": for each method, in the order given, its "seeds", its "runs" (their
       summaries), and for every measure its mean and half range over seeds, or None
-      where a method has no such quantity. "target_loss" is the greatest of the
-      methods' mean final losses, so that every method reaches it, or that of
-      "target_method"; "steps_to_target" the mean step at which a method does.
-      "equal_bytes" is what a region has sent by the last evaluation of
-      "equal_bytes_method", the target or else the one that sends the least but
-      something (the least of its seeds; None where nobody sends);
-      "loss_at_equal_bytes" a method's loss there (`loss_at_bytes`), None where
-      a seed's evaluations do not reach; "evaluated_bytes" the bytes at the first and
-      the last evaluation that all of its seeds span. "ratios" are to the first method:
-      "bytes" and "steps_to_target", None where a seed of either misses the target.
-      "diverged" is as given.
+      if a method has no such quantity. "target_loss" is the greatest of the methods'
+      mean final losses, so that every method reaches it, or that of "target_method";
+      "steps_to_target" is the mean step at which a method reaches it. "equal_bytes" are
+      the bytes that a region has sent by the last evaluation of "equal_bytes_method",
+      which is the target method or else, of the methods that send, the one that sends
+      the least (the least of its seeds; None if no method sends);
+      "loss_at_equal_bytes" is a method's loss there (`loss_at_bytes`), None if a seed's
+      evaluations end before it; "evaluated_bytes" are the bytes at the first and the
+      last evaluation that all of its seeds span. "ratios" are to the first method:
+      "bytes" and "steps_to_target", None if a seed of either misses the target.
+      "diverged" is the argument.
     """
     groups = by_method(runs)
     rows = {name: _row(group) for name, group in groups.items()}
@@ -292,8 +293,8 @@ def _ratio(value: float | None, reference: float | None) -> float | None:
 class Point:
     """A configuration on the plane of bytes and loss."""
 
-    label: str  # What it is, in a few words.
-    family: str  # Method; points of one have one marker and color.
+    label: str  # The configuration in a few words.
+    family: str  # Its method; points of one method have one marker and color.
     bytes_per_step: float  # That a region sends, above 0.
     loss: float  # Nats per token.
     half: float = 0.0  # Half of the loss's interval, 0 if unknown.
@@ -302,8 +303,9 @@ class Point:
 def pareto(points: Sequence[Point]) -> list[int]:
     """Return the indices of the points on the frontier, by bytes.
 
-    No other point has less loss for at most the bytes of one of these. Of points with
-    the same bytes the one of least loss counts; of equal ones the first.
+    A point is on the frontier if no other one has less loss for at most its bytes. Of
+    points with the same bytes the one with the least loss counts; of equal ones the
+    first.
 
     >>> at = lambda sent, loss: Point("", "", sent, loss)
     >>> pareto([at(4, 2.0), at(1, 3.0), at(2, 3.0), at(8, 1.5)])

@@ -46,9 +46,9 @@ def figures(runs: Sequence[Run]) -> dict[str, tuple[Figure, str]]:
 
 
 def loads(run: Run) -> np.ndarray | None:
-    """Return loads `[R, layers, E]` over an even split; None if there are too many.
+    """Return loads `[R, layers, E]` relative to an even split; None if too many.
 
-    Means over the last quarter of a run's records.
+    They are means over the last quarter of a run's records.
     """
     records = [r for r in run.of_kind("experts") if "load_regions" in r]
     if not records:

@@ -1,8 +1,8 @@
 """One self-contained HTML page of a comparison: tables, plots, command, configuration.
 
 Images are embedded and nothing is fetched, so the file can be mailed or archived. The
-columns that most people look for come first, in a table that fits a window of 800
-pixels; the others have a table of their own.
+most important columns come first, in a table that fits a window of 800 pixels; the
+others are in a second table.
 """
 
 import base64
@@ -15,11 +15,11 @@ from typing import Any
 
 from cocodc_jax.report.units import format_bytes, format_count, format_duration
 
-Row = Mapping[str, Any]  # Of a method, as `comparison.compare` makes it.
+Row = Mapping[str, Any]  # A method's values, from `comparison.compare`.
 Column = tuple[str, Callable[[Row], str]]  # Its name, and HTML of a method's cell.
 
-# Below 48rem (768 pixels) rows become blocks: the heads of the columns are not shown,
-# each cell has its own.
+# Below 48rem (768 pixels) rows become blocks: each cell shows its own head instead of
+# the columns' heads.
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --quiet: #8881; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto;
@@ -72,10 +72,10 @@ def render(
     Args:
       comparison: from `comparison.compare`.
       pictures: PNG files by their captions, in the order they are shown.
-      command: what makes this page again.
-      config: the configuration all runs share, plain values.
-      machine: what it ran on, see `describe_machine`.
-      winner: what won at which bytes, as a sentence.
+      command: the command line that makes this page again.
+      config: the configuration that all runs share, as plain values.
+      machine: from `describe_machine`.
+      winner: from `winner.won`, a sentence.
       settings: of each run, by its name and by the name of a setting.
       versions: of packages, and the date.
     """
@@ -124,7 +124,7 @@ def render(
 
 
 def describe_machine(devices: Sequence[Any]) -> str:
-    """Name the machine's kind: devices, cores, operating system."""
+    """Describe the machine: devices, cores, operating system."""
     kinds = sorted({str(device.device_kind) for device in devices})
     noun = "devices" if len(devices) > 1 else "device"
     return (
@@ -165,7 +165,7 @@ def results(comparison: Mapping[str, Any]) -> str:
 
 
 def further(comparison: Mapping[str, Any]) -> str:
-    """Return HTML of the table of what else was measured, as `results` does."""
+    """Return HTML of the table of the other measures."""
     columns = [
         _measure("loss, outer", "eval_loss_outer", lambda x: f"{x:.4f}"),
         _measure("exposed", "exposed_share", lambda x: f"{100 * x:.1f} %"),
@@ -199,7 +199,7 @@ def _settings(settings: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def results_note(comparison: Mapping[str, Any]) -> str:
-    """Return what the columns of `results` mean, as plain text."""
+    """Explain the columns of `results`, as plain text."""
     whose = comparison["target_method"] or "the worst method"
     note = (
         "Loss (nats per token) and perplexity are of the mean of the regions' "

@@ -1,9 +1,10 @@
 """A color for each method, the same in all plots.
 
-The colors are Okabe and Ito's, which the common forms of color blindness keep apart,
-less their yellow (too faint on white). There are seven: methods that this package is
-about have theirs, two others get what is left, and the rest is grey. A legend of more
-colors cannot be read; labels beside the curves tell grey ones apart.
+The colors are Okabe and Ito's, which remain distinct under the common forms of color
+blindness, without their yellow (too faint on white). That leaves seven: the main
+methods of this package have fixed ones, the first two others get the remaining ones,
+and all further methods are grey. A legend with more colors cannot be read; labels
+beside the curves distinguish the grey ones.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,7 @@ _OTHERS = ("#CC79A7", "#56B4E9")
 
 
 def colors(names: Iterable[str]) -> dict[str, str]:
-    """Return a color for each name; names without one of their own share grey.
+    """Return a color for each name; names beyond the palette share grey.
 
     >>> colors(["diloco", "noloco", "demo", "snoo"])
     {'diloco': '#009E73', 'noloco': '#CC79A7', 'demo': '#56B4E9', 'snoo': '#9A9A9A'}

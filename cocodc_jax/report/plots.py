@@ -1,4 +1,4 @@
-"""Loss against steps, against bytes sent and of models, and when fragments were sent.
+"""Plots of loss against steps and against bytes, and of fragments in flight.
 
 Figures are built with Matplotlib's object API on the Agg canvas, without pyplot, so
 drawing has no global state and needs no display.
@@ -43,16 +43,16 @@ def new_figure(height_in: float, width_in: float = WIDTH_IN) -> Figure:
 def tidy(
     axes: Axes, along: Literal["both", "x", "y"] = "both", color: str = "#dddddd"
 ) -> None:
-    """Draw a faint grid, and no frame above and on the right."""
+    """Draw a faint grid, and remove the frame above and on the right."""
     axes.grid(visible=True, axis=along, color=color, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def loss_by_steps(runs: Sequence[Run]) -> Figure:
-    """Plot evaluation loss against inner steps, whole and, beside it, the second half.
+    """Plot evaluation loss against inner steps: all of it, and its second half.
 
     Several runs of one method become their mean and a band from the least to the
-    greatest.
+    greatest loss.
     """
     # Room for a label a method beside the curves.
     figure = new_figure(height_in=max(4.2, 0.26 * len(by_method(runs))))
@@ -83,7 +83,7 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
 def loss_by_bytes(runs: Sequence[Run]) -> Figure:
     """Plot evaluation loss against the bytes a region has sent, on a log axis.
 
-    Evaluations before anything was sent have no place there and are left out.
+    Evaluations before anything was sent are left out.
 
     Raises:
       ValueError: if no run has sent anything, as with one region.
@@ -165,7 +165,7 @@ def by_bytes(axes: Axes, narrow: float) -> None:
 
 
 def save_png(figure: Figure, path: str) -> None:
-    """Write the figure as a PNG file; an `UnwritableError` says if that cannot be."""
+    """Write the figure as a PNG file; raise `UnwritableError` if that fails."""
     write_whole(path, png_bytes(figure))
 
 
@@ -214,18 +214,18 @@ def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
             color=shades[name],
             verticalalignment="center",
             fontsize="small",
-            # To the label's left edge, and not through it to its middle.
+            # The line ends at the label's left edge, not in its middle.
             arrowprops={"relpos": (0.0, 0.5)} | LEADER,
             annotation_clip=False,
         )
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Move positions as little as an upward sweep needs to lie `gap` apart, in order.
+    """Move positions so that they are at least `gap` apart, in the same order.
 
-    The whole is then moved down by half of the largest shift, so that labels stay
-    around the points they belong to, and what leaves the range from 0 to 1 is pushed
-    back. The gap is smaller where so many would not fit.
+    An upward sweep moves each as little as necessary. All are then moved down by half
+    of the largest shift, so that labels stay near their points, and pushed back into
+    the range from 0 to 1. The gap is smaller if so many positions do not fit.
 
     >>> [round(height, 2) for height in spread([0.5, 0.5, 0.9], gap=0.1)]
     [0.45, 0.55, 0.85]

@@ -1,4 +1,4 @@
-"""One labelled point a method, or a configuration: its loss against what it sent."""
+"""Plots with one labelled point a method or configuration: its loss against bytes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -41,14 +41,14 @@ def last_loss_by_bytes(methods: Mapping[str, Mapping[str, Any]]) -> Figure:
     tidy(axes, color="#eeeeee")
     axes.set_axisbelow(True)
 
-    figure.draw_without_rendering()  # Lays the axes out: places are told in pixels.
+    figure.draw_without_rendering()  # Lays the axes out, so pixel positions are known.
     _label(axes, points)
 
     return figure
 
 
 def _label(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
-    """Write each name at the nearest place that no point and no other name has."""
+    """Write each name at the nearest free place: without a point or another name."""
     canvas = axes.figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
     renderer = canvas.get_renderer()
@@ -62,7 +62,7 @@ def _label(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
         size = label.get_window_extent(renderer)
         label.remove()
 
-        place = (7.0, 0.0)  # Over others, rather than not at all.
+        place = (7.0, 0.0)  # If no place is free, over others.
         for offset in _places():
             box = _box(at, offset, size, scale)
             is_inside = np.all(box.min >= inside.min) and np.all(box.max <= inside.max)
@@ -87,7 +87,7 @@ def _label(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
 
 
 def _box(at: np.ndarray, place: tuple[float, float], size: Bbox, scale: float) -> Bbox:
-    """Return where a name lies, in pixels."""
+    """Return the box of a name, in pixels."""
     x, y = at + scale * np.array(place)
     left = x if place[0] >= 0 else x - size.width
     return Bbox.from_bounds(left, y - size.height / 2, size.width, size.height)
@@ -102,7 +102,7 @@ def _places() -> Iterator[tuple[float, float]]:
 
 
 def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure:
-    """Plot loss against bytes a step; what is on the frontier has color and number."""
+    """Plot loss against bytes a step; points on the frontier have color and number."""
     figure = new_figure(height_in=5.6, width_in=9.0)
     axes = figure.subplots()
     best = pareto(points)
@@ -170,7 +170,7 @@ def _mark(
 
 
 def _name(axes: Axes, edge: Sequence[Point], families: Sequence[str]) -> None:
-    """Write a number at each point on the frontier, and what it is in the margin."""
+    """Write a number at each point on the frontier, and its label in the margin."""
     shades = palette.colors(families)
     for number, point in enumerate(edge, 1):
         color = shades[point.family]

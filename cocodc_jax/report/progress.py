@@ -11,11 +11,11 @@ with extra("train"):
     from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 PLAIN_INTERVAL_S = 10.0
-_WIDE = 110  # Columns of a terminal that the bar with all numbers fits.
+_WIDE = 110  # Columns of a terminal that the bar with all numbers needs.
 
 
 class RunProgress:
-    """Context manager that shows how far a run is; see `update`.
+    """Context manager that shows the progress of a run; see `update`.
 
     >>> with RunProgress(num_steps=300, console=Console(width=120)) as progress:
     ...     progress.update(300, 1.71, 22_000.0, 2, 1_200_000, step_s=0.5)
@@ -71,7 +71,7 @@ class RunProgress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print lines above the bar, or as they are."""
+        """Print lines above the bar, or plainly if there is no bar."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def update(

@@ -1,10 +1,10 @@
 """The run's records: how they are written, shown live, and read.
 
 `metrics.jsonl` has one JSON object a line, of a few kinds, all deterministic: the file
-of a run that was killed and resumed equals the unbroken run's byte for byte, so no
-clock may enter it. What the clock says goes to `timing.jsonl`, which only grows. Floats
-are written in the shortest form that reads back to the same float64, hence also to the
-same float32. Mirrors show the numbers live, under the same names in all of them.
+of a run that was killed and resumed equals the unbroken run's byte for byte. So it has
+no times; these go to `timing.jsonl`, which only grows. Floats are written in the
+shortest form that reads back to the same float64, hence also to the same float32.
+Mirrors show the numbers live, all under the same names.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ Record = dict[str, Any]
 
 
 class Mirror(NamedTuple):
-    """Where numbers go."""
+    """A service that shows numbers live."""
 
     # Takes an inner step and the numbers by name.
     write: Callable[[int, Mapping[str, float]], None]
     close: Callable[[], None]  # Flushes and ends it.
 
 
-# Takes the folder of the run, and the step from which on a resumed run writes again, or
+# Called with the folder of the run, and the step from which a resumed run writes again,
 # None for a new one.
 OpenMirror = Callable[[pathlib.Path, int | None], Mirror]
 
@@ -87,11 +87,11 @@ def weights_and_biases(
     name: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Mirror:
-    """Open a run of Weights & Biases, or go on with the one that the folder had.
+    """Open a run of Weights & Biases, or continue that of the folder.
 
     Its id is kept in `wandb.json`, so that all parts of a resumed run are one. Steps
-    that are written again come twice, with the same numbers. What is written offline
-    is in the run's `wandb`; `wandb sync --append` sends all parts of it.
+    that are written again appear twice, with the same numbers. Offline data are in the
+    run's folder `wandb`; `wandb sync --append` uploads all parts.
     """
     with extra("wandb"):
         import wandb  # pyright: ignore[reportMissingImports]
@@ -123,7 +123,7 @@ def weights_and_biases(
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by the names that they are shown under.
+    """Return the numbers of a record by their names in mirrors.
 
     >>> scalars({"kind": "train", "step": 3, "loss_regions": [2.0, 1.5]})
     {'train/loss_regions/region_0': 2.0, 'train/loss_regions/region_1': 1.5}
@@ -156,10 +156,10 @@ def _run_id(path: pathlib.Path) -> str:
 
 
 class MetricsWriter:
-    """Appends records to `metrics.jsonl` and hands them to those who show them live.
+    """Appends records to `metrics.jsonl`, and passes them to the mirrors.
 
-    Every record is handed to the operating system before `write` returns, so a killed
-    process loses at most the line it was writing.
+    Every record reaches the operating system before `write` returns, so a killed
+    process loses at most the line that it was writing.
     """
 
     def __init__(
@@ -175,11 +175,11 @@ class MetricsWriter:
           resume_offset: None to begin anew (older records are dropped); else the bytes
             of `metrics.jsonl` to keep, the `offset` at the checkpoint. The resumed run
             writes the rest again.
-          mirrors: where the records go besides.
+          mirrors: services that show the records too.
 
         Raises:
           ValueError: if resume_offset is not the end of a record, or a line before it
-            is damaged; nothing is changed then.
+            is damaged; the files are then unchanged.
         """
         directory = pathlib.Path(workdir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -204,7 +204,7 @@ class MetricsWriter:
 
     @property
     def offset(self) -> int:
-        """Size of `metrics.jsonl` in bytes, all of them safely on the disk."""
+        """Size of `metrics.jsonl` in bytes, after all of them were synced to disk."""
         # A checkpoint that remembers it must not outlive the records that it counts.
         os.fsync(self._file.fileno())
         return self._file.tell()
@@ -225,10 +225,10 @@ class MetricsWriter:
         stall_s: float,
         mfu: float | None = None,
     ) -> None:
-        """Append what the clock said to `timing.jsonl`; a resumed run repeats steps.
+        """Append times to `timing.jsonl`, where a resumed run repeats steps.
 
         `wall_s` counts from when this process began to train, `tokens_per_second` (of
-        all regions) and `stall_s` (waiting for a mean to arrive) from the last record.
+        all regions) and `stall_s` (waits for a mean to arrive) from the last record.
         """
         timing = {
             "step": int(step),
@@ -262,13 +262,13 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """Read a `metrics.jsonl` or `timing.jsonl`, also one that is being written.
 
     A last line without its newline, still being written or cut off by a kill, is left
-    out. A `ValueError` names a complete line that is no JSON object with a step.
+    out. A `ValueError` names a complete line that is not a JSON object with a step.
     """
     return _parse(path, read_regular(path))
 
 
 def bytes_until(path: str | os.PathLike[str], step: int) -> int:
-    """Measure a `metrics.jsonl` up to the records of a step, 0 without a file."""
+    """Return the bytes of a `metrics.jsonl` up to a step; 0 if there is no file."""
     path = pathlib.Path(path)
     if not path.exists():
         return 0
@@ -293,7 +293,7 @@ def _append(file: IO[bytes], record: Mapping[str, Any]) -> None:
 
 
 def _open_at(path: pathlib.Path, size: int) -> IO[bytes]:
-    """Open for appending after the first `size` bytes; what lies behind is dropped."""
+    """Open for appending after the first `size` bytes; drop the bytes after them."""
     file = open_regular(path, "ab")
     file.truncate(size)
     file.seek(size)

@@ -1,11 +1,11 @@
-"""Numbers for people: bytes, counts and durations in three digits and a unit."""
+"""Readable bytes, counts and durations: three digits and a unit."""
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 _COUNTS = ("", "k", "M", "G", "T")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format a size in decimal units, as network speeds are stated.
+    """Format a size in decimal units, like network speeds.
 
     >>> format_bytes(999), format_bytes(1_234_567)
     ('999 B', '1.23 MB')

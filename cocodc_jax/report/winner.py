@@ -1,4 +1,4 @@
-"""Which of a comparison's methods won, in a sentence, and with which versions."""
+"""The winners of a comparison in a sentence, and the versions behind it."""
 
 import datetime
 import importlib.metadata
@@ -13,9 +13,9 @@ PACKAGES = ("jax", "optax", "flax")
 
 
 def won(comparison: Mapping[str, Any]) -> str:
-    """Return the methods that no other beats at their bytes, as a sentence or two.
+    """Return the methods that no other beats at their bytes, in a sentence or two.
 
-    A method is beaten if another one ends with less loss and sends at most its bytes.
+    A method is beaten if another one ends with less loss and sends at most as much.
     """
     rows = comparison["methods"]
     points = [
