@@ -4,8 +4,8 @@
   Optax transformations, for any JAX code.
 - `cocodc_jax.methods`: CoCoDC, DiLoCo, data parallel and twenty-six more, as values.
 - `cocodc_jax.RegionProgram` and `cocodc_jax.run_steps`: a method around your own loss.
-- `cocodc_jax.RegionSync`: one line after the step of anybody's trainer.
-- `cocodc_jax.run`: complete runs, from a configuration to files, as the programs do.
+- `cocodc_jax.RegionSync`: one line after the step of any trainer.
+- `cocodc_jax.run`: complete runs, from a configuration to files, as in the programs.
 
 All but the last need JAX and Optax alone. If another package is missing, the error
 names the extra that brings it. Names and subpackages (`cocodc_jax.models`) are imported

@@ -1,6 +1,6 @@
-"""What an extra of the installation brings, and one line where it is missing.
+"""Packages that come with an extra, and the error if one is missing.
 
-What takes long to import, and not every command needs, is imported on use:
+Modules that take long to import, and that not every command needs, are imported on use:
 
     if TYPE_CHECKING:
         import orbax.checkpoint as ocp
@@ -16,12 +16,12 @@ from typing import Any
 
 
 class MissingExtraError(ModuleNotFoundError):
-    """A package is not installed that comes with an extra."""
+    """A package that comes with an extra is not installed."""
 
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import what comes with an extra; a `MissingExtraError` says how to install it."""
+    """Context for imports of an extra; a `MissingExtraError` says how to install it."""
     try:
         yield
     except MissingExtraError:  # It knows better which one.
@@ -47,7 +47,7 @@ def check_installed(package: str, name: str, flag: str) -> None:
 
 
 def later(module: str, extra_name: str) -> Any:
-    """Stand for a module that comes with an extra, and is imported on use."""
+    """Return a stand-in for a module of an extra, which is imported on use."""
 
     class Later:
         def __getattr__(self, name: str) -> Any:

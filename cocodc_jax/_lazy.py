@@ -1,9 +1,9 @@
-"""Packages whose public names are imported when they are first asked for.
+"""Packages whose public names are imported when they are first used.
 
-Who needs one part of a package then does not load the others: a relay of
+Code that needs one part of a package then does not load the others: a relay of
 `cocodc_jax.netlab` starts without JAX. The package `lazy_loader` does the same, but the
-core would need a third package beside JAX and Optax, and names would stand twice, in a
-call or a stub and for type checkers.
+core would need a third package beside JAX and Optax, and would hold the names twice: in
+a call or a stub, and for type checkers.
 """
 
 import ast
@@ -18,10 +18,10 @@ from typing import Any
 def attach(
     package: str, modules: Iterable[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make a package's `__getattr__` and `__dir__`, as PEP 562 has them.
+    """Return a package's `__getattr__` and `__dir__`, see PEP 562.
 
     Its names are those that it imports for type checkers, which are also its `__all__`,
-    and these modules, which are listed when they are first needed.
+    and the package's modules, which are listed when they are first needed.
     """
     exported = typed_imports(package)
     if exported:
@@ -47,7 +47,7 @@ def attach(
 
 
 def typed_imports(package: str) -> dict[str, str]:
-    """Return MODULE or MODULE:NAME of what a package imports for type checkers."""
+    """Return the imports of a package for type checkers, as MODULE or MODULE:NAME."""
     source = pkgutil.get_data(package, "__init__.py") or b""
     blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body]

@@ -1,7 +1,7 @@
-"""Files of a bucket (`gs://`), which knows neither renaming nor appending.
+"""Files of a bucket (`gs://`), which can neither rename nor append.
 
-What grows is written here and sent there whole (`send`), and is fetched from there
-first (`fetch`). What reaches buckets is imported only where one is named.
+Files that grow are first fetched to a local folder (`fetch`), written there, and sent
+to the bucket in full (`send`). The bucket's client is imported only if a path needs it.
 """
 
 import os
@@ -14,7 +14,7 @@ from cocodc_jax.files import TransientError, open_regular, read_regular, write_w
 
 
 def is_in_bucket(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path names something in a bucket.
+    """Return whether a path is in a bucket.
 
     >>> is_in_bucket("gs://models/run"), is_in_bucket("runs/gs")
     (True, False)
@@ -23,7 +23,7 @@ def is_in_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def in_bucket(path: str | os.PathLike[str]) -> Any:
-    """Return a path in a bucket, an `etils.epath.Path`, of which anything is asked."""
+    """Return a path in a bucket as an `etils.epath.Path`, if it can be reached."""
     with extra("gcs"):
         from etils import epath
 
@@ -32,13 +32,13 @@ def in_bucket(path: str | os.PathLike[str]) -> Any:
             bucket_path.exists()
         except ImportError as error:
             raise ModuleNotFoundError(str(error), name="gcsfs") from error
-        except Exception as error:  # Clients of buckets raise what they like.
+        except Exception as error:  # Clients of buckets raise errors of any type.
             raise TransientError(f"{path} cannot be reached: {error}") from error
     return bucket_path
 
 
 def fetched(path: str, folder: pathlib.Path) -> pathlib.Path:
-    """Copy a file or folder of a bucket to this machine, as far as it is not there."""
+    """Copy a file or folder of a bucket to this machine; return the local path."""
     source = in_bucket(path)
     if not source.exists():
         raise ValueError(f"{path} does not exist")
@@ -60,15 +60,15 @@ def open_file(path: Any) -> IO[bytes]:
 
 
 def here_of(path: str | os.PathLike[str], folder: pathlib.Path) -> pathlib.Path:
-    """Return what stands in `folder` for a path in a bucket."""
+    """Return the path in `folder` of the local copy of a path in a bucket."""
     scheme, _, rest = os.fspath(path).partition("://")
     return folder / "buckets" / scheme / rest.strip("/")
 
 
 def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
-    """Make a folder hold what a folder of a bucket holds, and no other files.
+    """Make a folder equal to a folder of a bucket: copy its files, remove others.
 
-    What is hidden is left alone; and, of a run, logs (`*.log`) of who started it.
+    Hidden files are left alone, and so are a launcher's logs (`*.log`) of a run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     entries = list(source.iterdir()) if source.exists() else []
@@ -93,7 +93,7 @@ def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
 
 
 def fetch_file(source: Any, path: pathlib.Path) -> None:
-    """Copy a file of a bucket, unless it is here already, of the same time and size."""
+    """Copy a file of a bucket, unless there is a copy of the same time and size."""
     stat = source.stat()
     there = path.stat() if path.exists() else None
     if there and (there.st_size, int(there.st_mtime)) == (stat.length, stat.mtime):
@@ -103,9 +103,9 @@ def fetch_file(source: Any, path: pathlib.Path) -> None:
 
 
 def send(folder: pathlib.Path, target: Any, sent: dict[str, tuple[int, int]]) -> None:
-    """Write the files of a folder, not of those below it, to a folder of a bucket.
+    """Write the files of a folder, but not of its subfolders, to a folder of a bucket.
 
-    A file of a bucket is there whole or not at all, as those of `write_whole`.
+    A file of a bucket is complete or missing, like those of `write_whole`.
     """
     for path in sorted(folder.iterdir()):
         if not path.is_file() or not _is_ours(path.name):

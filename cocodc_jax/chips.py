@@ -1,4 +1,4 @@
-"""What accelerators can do, as published, and how much of it a run uses (MFU).
+"""Published rates of accelerators, and the share of them that a run uses (MFU).
 
 Bandwidths are one way: what a device can receive while it sends as much.
 
@@ -22,17 +22,17 @@ TERA = 10**12
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What one chip can do, in bytes and bytes a second."""
+    """Memory and rates of one chip, in bytes and bytes a second."""
 
     name: str  # As targets write it.
     platform: str  # tpu or cuda.
     hbm_bytes: int  # Main memory.
     flops: float  # bf16 matrix products a second, dense.
-    hbm_bps: float  # From main memory.
-    link_bps: float  # That it can receive from chips of its slice or host.
-    network_bps: float  # That it can receive from elsewhere.
-    axes: int  # Of a slice's shape; 1 for GPUs, whose shape is hosts.
-    topology: str  # Name that the compiler knows it by.
+    hbm_bps: float  # To and from main memory.
+    link_bps: float  # Received from chips of its slice or host.
+    network_bps: float  # Received from other chips.
+    axes: int  # Of a slice's shape; 1 for GPUs, whose shape is a number of hosts.
+    topology: str  # The compiler's name for it.
 
 
 CHIPS = {

@@ -1,4 +1,4 @@
-"""Which leaves of a parameter tree are a mixture's experts, found by their paths.
+"""The leaves of a parameter tree that belong to experts, found by their paths.
 
 A model of this package has them at `blocks/0/moe/experts/up` [E, ...], or stacked with
 all layers at `blocks/moe/experts/up` [layers, E, ...]. Next to an expert's weights,
@@ -13,7 +13,7 @@ TOKEN_UNIT = 2.0**-20
 
 
 def expert_axis(path: str) -> int | None:
-    """Return which axis of a leaf is that of experts; None if it is no expert's.
+    """Return the axis of a leaf that counts experts; None if it is not an expert's.
 
     >>> expert_axis("blocks/moe/experts/up"), expert_axis("blocks/0/moe/experts/up")
     (1, 0)
@@ -30,7 +30,7 @@ def expert_axis(path: str) -> int | None:
 
 
 def is_router(path: str) -> bool:
-    """Return whether a leaf is of a router, which gives tokens to experts.
+    """Return whether a leaf is of a router, which sends tokens to experts.
 
     Its name is `router`, or `gate` below a part whose name has `moe` in it.
 

@@ -1,10 +1,11 @@
-"""Files that are written whole, so that a reader finds the old one or the new one.
+"""Files that are replaced atomically: a reader finds the old or the new content.
 
-Written beside, then renamed: a process that is killed, and a disk that is full, leave
-the file that was there before. Files that grow line by line are read by `read_lines`.
+The new content is written to a temporary file, which is then renamed. If the process is
+killed or the disk is full, the old file stays. Files that grow line by line are read by
+`read_lines`.
 
-Others may write to the folder of a run too. Opening a named pipe waits until somebody
-opens its other end, so files of such folders are opened by `open_regular`.
+Other users may write to the folder of a run too. Opening a named pipe waits until a
+process opens its other end, so files of such folders are opened by `open_regular`.
 """
 
 import codecs
@@ -21,8 +22,8 @@ from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
-# What `open` says of a link that is not followed, of a socket, of a device without a
-# driver, and of a pipe that nobody reads.
+# Errors of `open` for a link that is not followed, a socket, a device without a driver,
+# and a pipe without a reader.
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
 
@@ -31,10 +32,10 @@ class TransientError(ValueError):
 
 
 class UnwritableError(OSError):
-    """A file cannot be written; says which, as the system does not of a full disk."""
+    """A file cannot be written; it names the file, as errors of a full disk do not."""
 
     def __str__(self) -> str:
-        """Return what to print of it."""
+        """Return the message."""
         return f"{self.filename} cannot be written ({self.strerror})"
 
 
@@ -45,7 +46,7 @@ class NoRegularFileError(OSError):
         super().__init__(errno.EINVAL, "not a regular file", os.fspath(path))
 
     def __str__(self) -> str:
-        """Return what to print of it."""
+        """Return the message."""
         return f"{self.filename} is not a regular file"
 
 
@@ -59,7 +60,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def ensure_folder(folder: pathlib.Path) -> None:
-    """Make a folder unless it is there, to be written to."""
+    """Make a folder if it is missing; refuse one that cannot be written to."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -67,7 +68,7 @@ def ensure_folder(folder: pathlib.Path) -> None:
 
 
 def say(line: str) -> None:
-    """Print to stderr, if it can be written to: whoever read it may be gone."""
+    """Print to stderr; ignore errors, as its reader may be gone."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
@@ -75,7 +76,7 @@ def say(line: str) -> None:
 def open_regular(
     path: str | os.PathLike[str], mode: str = "rb", follows_links: bool = True
 ) -> IO[bytes]:
-    """Open a file as `open` does, if it is a regular one; wait for nobody.
+    """Open a regular file as `open` does, without waiting for another process.
 
     Args:
       path: of the file.
@@ -85,7 +86,7 @@ def open_regular(
     Raises:
       NoRegularFileError: if it is a pipe, a socket, a device, a folder, or a link that
         is not followed.
-      OSError: what `open` raises.
+      OSError: as `open` raises it.
     """
 
     def opened(name: str, flags: int) -> int:
@@ -118,7 +119,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 def check_regular(folder: str | os.PathLike[str]) -> None:
     """Raise `NoRegularFileError` if a pipe, a socket or a device is below a folder.
 
-    For folders whose files are read by others' code, which would wait for it.
+    For folders whose files other libraries read, which would wait for it.
     """
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
@@ -129,7 +130,7 @@ def check_regular(folder: str | os.PathLike[str]) -> None:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file whole, or leave it as it was and raise an `UnwritableError`."""
+    """Replace a file's content, or leave it as it was and raise `UnwritableError`."""
     path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with writing(path):
@@ -145,7 +146,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def without_mark(content: bytes) -> bytes:
-    """Return UTF-8 text without the byte order mark that some editors begin it with."""
+    """Return UTF-8 text without the byte order mark that some editors write."""
     return content.removeprefix(codecs.BOM_UTF8)
 
 
@@ -166,7 +167,7 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def append_line(path: pathlib.Path, value: Any) -> None:
-    """Append a JSON value to a file, as a line, also after one that is cut off."""
+    """Append a JSON value to a file, as a line, also after an incomplete line."""
     with writing(path), open_regular(path, "a+b") as file:
         file.seek(max(file.tell() - 1, 0))
         ends = b"" if file.read() in (b"", b"\n") else b"\n"

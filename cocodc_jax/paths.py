@@ -1,4 +1,4 @@
-"""Paths as users write them: ~ for a home folder, and where caches go without one.
+"""Paths as users write them: ~ for a home folder, and the folder of caches.
 
 Every program passes each path that a user gives through `without_tilde` or `expanded`.
 The shell expands `~` only at the beginning of a word, so `--workdir=~/runs/a` arrives
@@ -21,8 +21,7 @@ class NoHomeError(ValueError):
 def without_tilde(path: str) -> str:
     """Return a path with a leading ~ or ~USER replaced by that home folder.
 
-    All other text stays as it is, such as `gs://BUCKET/RUN` or the step of
-    `WORKDIR@STEP`.
+    Other text is unchanged, such as `gs://BUCKET/RUN` or the step of `WORKDIR@STEP`.
 
     Raises:
       NoHomeError: if the home folder is not known.
@@ -51,7 +50,7 @@ def expanded(name: str, asked: str) -> pathlib.Path:
 
     Args:
       name: the path.
-      asked: who names it, as NAME=VALUE, for the error.
+      asked: the flag or argument that names it, as NAME=VALUE, for the error.
 
     Raises:
       ValueError: if the home folder is not known.
@@ -63,10 +62,10 @@ def expanded(name: str, asked: str) -> pathlib.Path:
 
 
 def cache_dir(data_dir: str = "") -> pathlib.Path:
-    """Return the folder that prepared corpora and trained tokenizers are kept in.
+    """Return the folder of prepared corpora and trained tokenizers.
 
-    A user who has no home folder, or cannot write to it, gets a folder of their own
-    below the one for temporary files.
+    A user who has no home folder, or cannot write to it, gets a private folder below
+    the one for temporary files.
 
     Raises:
       ValueError: if there is no folder to write to.
@@ -86,7 +85,7 @@ def cache_dir(data_dir: str = "") -> pathlib.Path:
 
 
 def _can_be_made(folder: pathlib.Path) -> bool:
-    """Return whether a folder is there, or its nearest parent can be written to."""
+    """Return whether a folder exists, or its nearest parent can be written to."""
     if os.path.exists(folder):
         return True
     there = next(path for path in folder.absolute().parents if os.path.exists(path))
@@ -95,12 +94,12 @@ def _can_be_made(folder: pathlib.Path) -> bool:
 
 @functools.cache
 def _temporary_cache(reason: str) -> pathlib.Path:
-    """Return this user's folder of temporary files; say so once."""
+    """Return this user's folder of temporary files, and print a note."""
     repair = "name a folder by data_dir or XDG_CACHE_HOME"
     try:
         folder = pathlib.Path(tempfile.gettempdir(), f"cocodc_jax_{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
-        # Programs that are kept there are executed: nobody else may write them.
+        # Programs that are kept there are executed, so no other user may write them.
         status = folder.lstat()
         is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
         if not stat.S_ISDIR(status.st_mode) or not is_private:

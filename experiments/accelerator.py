@@ -2,31 +2,31 @@
 
     python -m experiments.accelerator --workdir=DIR --minutes=10
 
-Two parts, in this order, as far as the minutes go:
+It has two parts, and measures as many of their rows as the minutes allow:
 
 1. Speed of `30m` and `150m` (the presets small and paper_150m: bfloat16, the platform's
    flash attention) with two and four regions on the one device: a plain loop over the
    regions, a scan that never syncs, diloco, streaming_diloco, cocodc, and one bit a
    value (experiments/recipe.py). Batches are made of random tokens. A turn is
    --interval steps, H; its tokens per second over the scan's are the cost of the syncs.
-   Published intervals are longer, so that there syncs cost less.
+   Published intervals are longer, so their syncs cost less.
 2. Losses of 32 million parameters on the source of the Python standard library, by
    bytes, in four regions: streaming_diloco, one bit, cocodc and data_parallel. The
    rates won at 0.84 million parameters, and were not tuned at this size.
 
-DIR/accelerator.json is written after every row. A row that is there does not run again,
-so the same command goes on where it stopped, with as many minutes more. No row starts
-after the minutes, nor if it would not end in them at the speed of part 1. A row that
-failed (by memory, say) has its error, and runs again.
+DIR/accelerator.json is written after every row. A row that is in it does not run again,
+so the same command continues where it stopped, with the same number of minutes. A row
+starts only if it will end within the minutes at the speed of part 1. A row that failed,
+for example for lack of memory, has its error, and runs again.
 
---compile_for=h100 measures nothing: it compiles the programs of part 1 for one H100
-(or h200), which need not be there, and prints their memory and whether they have the
-flash kernel. It needs the extra `cuda`. There the syncs' state is on the device, as no
-host can be compiled for.
+--compile_for=h100 measures nothing: it compiles the programs of part 1 for an H100 (or
+h200) that need not be present, and prints their memory and whether they have the flash
+kernel. It needs the extra `cuda`. In these programs the syncs' state is on the device,
+because the compiler knows no host.
 
-MFU counts 6 operations a parameter and token, and attention (models.flops_per_token),
-over the published dense bf16 peak (cocodc_jax/chips.py). On a CPU there is none;
---shapes=tiny is for trying the program there.
+MFU is 6 operations a parameter and token, plus attention (models.flops_per_token), over
+the published dense bf16 peak (cocodc_jax/chips.py). A CPU has no MFU; --shapes=tiny is
+for trying the program there.
 """
 
 import dataclasses
@@ -67,15 +67,15 @@ from .benchmarks.contenders import Turn
 RESULT_FILE = "accelerator.json"
 WARM_TURNS = 2  # The second compiles what only a second cycle needs.
 TRAIN_STEPS = 10**6  # Of the learning rate's schedule; no turn comes near its end.
-# Seconds of a row of part 2 beside its steps: to compile, to evaluate, to write.
+# Seconds of a row of part 2 besides its steps: to compile, to evaluate, to write.
 START_S = 60
 
-COMPILED_STEPS = 8  # Of the programs that are compiled only; memory is that of any.
-FLASH = "__cudnn$fmha"  # What XLA calls cuDNN's attention.
+COMPILED_STEPS = 8  # Of programs that are only compiled; it does not change memory.
+FLASH = "__cudnn$fmha"  # XLA's name of cuDNN's attention.
 
 PLAIN_LOOP = "plain loop"
 SCAN = "scan"
-# Methods by what their rows are called, with the flags that they set.
+# Methods by the names of their rows, with the flags that they set.
 METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"method": "diloco"},
     "streaming_diloco": {
@@ -96,7 +96,7 @@ class Shape:
     Attributes:
       preset: name of the preset that the model and the optimizer are of.
       sequences: of all regions together in a step.
-      trained: the configuration of part 2 for this kind of machine; None is no part 2.
+      trained: the configuration of part 2 for this kind of machine; None skips part 2.
     """
 
     preset: str
@@ -152,7 +152,7 @@ TRAINED_METHODS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Something to measure, and how it is called in the results."""
+    """A measurement, and its name in the results."""
 
     name: str
     measure: Callable[[], dict[str, Any]]
@@ -185,7 +185,7 @@ class Results:
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Rows by name, those that failed too."""
+        """Rows by name, with those that failed."""
         return self._content["rows"]
 
     def has(self, name: str) -> bool:
@@ -461,7 +461,7 @@ def _training_of(
 def measure(
     rows: Iterator[Row], results: Results, end_s: float, console: Console
 ) -> list[str]:
-    """Measure the rows that are missing; return those that there was no time for."""
+    """Measure the missing rows; return those for which there was no time."""
     left = []
     for row in rows:
         if results.has(row.name):
@@ -488,7 +488,7 @@ def measure(
 def seconds_needed(row: Row, results: Results) -> float:
     """Return the seconds that a row of part 2 takes at the speed of part 1.
 
-    0 of other rows, and where no speed is known.
+    0 for other rows, and if no speed is known.
     """
     rate = results.fastest()
     if not row.tokens or rate is None:
@@ -497,7 +497,7 @@ def seconds_needed(row: Row, results: Results) -> float:
 
 
 def one_line(row: dict[str, Any]) -> str:
-    """Return what the console shows of a row."""
+    """Return a row as one line for the console."""
     if "error" in row:
         return row["error"]
     if "eval_loss" in row:
@@ -507,7 +507,7 @@ def one_line(row: dict[str, Any]) -> str:
 
 
 def speed_table(results: Results) -> Table:
-    """Return part 1 as a table; what is over the scan is of the same shape."""
+    """Return part 1 as a table; ratios are to the scan of the same shape."""
     heads = ("shape, regions, contender", "tokens/s", "MFU", "over the scan", "start s")
     cells = []
     for name, row in results.rows.items():

@@ -15,10 +15,10 @@ Each contender trains one model with the same batches and inner optimizer:
   device;
 - `torch`: a plain DiLoCo loop of PyTorch, if it is installed, for the case gpt.
 
-All are timed in turn, round by round, within one process: the speed of a machine
-changes with the other work on it, so compare by the ratios. A ratio says how many times
-as fast the row is as the column. It is the median over rounds. `--contenders` selects
-some of them. `--growth` uses models and layouts of its own, and prints them.
+All are timed in turn, round by round, within one process. Because the speed of a
+machine changes with its other work, compare them by the ratios. A ratio says how many
+times as fast the row is as the column. It is the median over rounds. `--contenders`
+selects some of them. `--growth` uses other models and layouts, and prints them.
 """
 
 import importlib.util
@@ -56,7 +56,7 @@ GROWTHS = {
     "fragments": (1, 4, 8, 16, 32),
     "layers": (1, 2, 4, 8),
 }
-LEAST_INTERVAL = 40  # Of fragments: each of 32 has a step of its own to leave at.
+LEAST_INTERVAL = 40  # For fragments: each of 32 starts at another step.
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ def _wanted(cases: Sequence[str]) -> list[str]:
 class Timing(NamedTuple):
     """The seconds of a contender's turns."""
 
-    # Seconds to build it and for its first turn: tracing, compiling, a turn.
+    # Seconds to build it and to take its first turn: tracing, compiling, training.
     start_s: float
     seconds: list[float]
 
@@ -153,7 +153,7 @@ class Timing(NamedTuple):
         return max(self.start_s - self.median_s, 0.0)
 
     def ratios(self, other: Self) -> list[float]:
-        """Return how many times as fast it was as another in each round, sorted."""
+        """Return how many times as fast as another it was in each round, sorted."""
         pairs = zip(self.seconds, other.seconds, strict=True)
         return sorted(other_s / self_s for self_s, other_s in pairs)
 
@@ -181,7 +181,7 @@ def take_turns(makers: Mapping[str, Callable[[], Turn]], rounds: int) -> dict:
 
 
 def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
-    """Make a row for each contender: ratios, tokens a second, seconds of the start."""
+    """Return a table: ratios, tokens a second, and seconds of the start."""
     against = [name for name in AGAINST if name in timings]
     ends = ("k tokens/s", "lowest, highest", "start s")
     heads = ("contender", *(f"over {name}" for name in against), *ends)

@@ -15,24 +15,25 @@ one takes part and has the run in memory. Then the records must show that
 
 A region that ends by itself is restarted too, and reported. The result is printed, with
 the goodput that `network.goodput` predicts, and written to DIR/chaos.json. Goodput is
-the share of all regions' steps that were done: while the others wait for a region that
-is gone (up to `--dead_after_s`), nobody misses a step. Ctrl-C or SIGTERM stops all
+the share of all regions' steps that were done: while the others wait for a killed
+region (up to `--dead_after_s`), no region misses a step. Ctrl-C or SIGTERM stops all
 regions with checkpoints, and the same command resumes with the remaining kills.
 
-With `--scenario` the network has a fault for a while instead, which the regions must
-name within five syncs (`faults/scenarios.py`).
+With `--scenario` the network has a temporary fault instead, which the regions must name
+within five syncs (`faults/scenarios.py`).
 
     python -m experiments.chaos --plan=experiments/faults/sockets.toml \
         --workdir=DIR -- --preset=smoke --steps=100000 --step_seconds=0.1
 
-With `--plan` a file says how many faults of each kind there are: kills, freezes, cuts
-of the network (for root), clocks that jump, harm to the folder of `--via`, and second
-lives of a region (`faults/plans.py` has the format). Its seed makes one story of them.
-A plan may name a program of its own that trains a region, as
-`experiments/faults/plain_loop.toml` does: `cc.RegionSync` in a plain Optax loop.
-After each fault all regions must merge with one another again. At the end all are asked
-to stop; outer parameters must have been equal after every merge, and DIR/report.md is a
-page on it.
+With `--plan` a file sets the number of faults of each kind: kills, freezes, cuts of the
+network (for root), clocks that jump, damage to the folder of `--via`, and second lives
+of a region (`faults/plans.py` has the format). Its seed draws their order and times. A
+plan may name another program that trains a region, as
+`experiments/faults/plain_loop.toml`
+does: `cc.RegionSync` in a plain Optax loop. After each fault all regions must merge
+  with
+one another again. At the end all are asked to stop; outer parameters must have been
+equal after every merge, and DIR/report.md is a report.
 """
 
 import math
@@ -169,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
 def checked_plan(
     path: str, name: str, train_flags: list[str], workdir: pathlib.Path
 ) -> plans.Plan:
-    """Return the plan, or refuse what it and the training's flags cannot do."""
+    """Return the plan; refuse one that does not fit the training's flags."""
     plan = plans.read(path)
     plan.check_possible()
     if (workdir / story.RESULT_FILE).exists():
@@ -194,7 +195,7 @@ def checked_plan(
 def follow(
     plan: plans.Plan, argv: Sequence[str], train_flags: list[str], workdir: pathlib.Path
 ) -> int:
-    """Tell the plan's story; return 0 if what is promised held."""
+    """Run the plan's story; return 0 if all its checks passed."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     command = commands.command_line("chaos", argv[1:])
@@ -214,7 +215,7 @@ def wreck(
     train_flags: list[str],
     workdir: pathlib.Path,
 ) -> int:
-    """Run the training with its kills or fault; return 0 if it passes all checks."""
+    """Run the training with its kills or fault; return 0 if all checks passed."""
     loss = None
     if values.unbroken:  # It goes on, or is there already.
         with flags.usage_errors():

@@ -1,7 +1,7 @@
 """Names of the programs, in a checkout and installed, and the command `cocodc`.
 
-In a checkout `python -m experiments.train` runs a program. A wheel has the same file as
-`cocodc_jax.experiments.train`, and one command that runs all programs: `cocodc train`.
+In a checkout, `python -m experiments.train` runs a program. In a wheel the same file is
+`cocodc_jax.experiments.train`, and one command runs all programs: `cocodc train`.
 """
 
 import ast
@@ -25,7 +25,7 @@ def python_m(program: str) -> list[str]:
 
 
 def module_of(name: str) -> str:
-    """Return a module's name in this installation: a wheel has `experiments` inside.
+    """Return a module's name in this installation; a wheel contains `experiments`.
 
     >>> module_of("experiments.train"), module_of("my.trainer")
     ('experiments.train', 'my.trainer')
@@ -35,12 +35,12 @@ def module_of(name: str) -> str:
 
 
 def shown(text: str | None) -> str:
-    """Return a text whose commands fit this installation."""
+    """Return a text with its commands as this installation has them."""
     return as_installed(text or "") if IS_INSTALLED else text or ""
 
 
 def as_installed(text: str) -> str:
-    """Return a text whose commands are those of an installed package.
+    """Return a text with its commands as an installed package has them.
 
     >>> as_installed("python -m experiments.probe_network, as `experiments.wan`")
     'cocodc probe-network, as `cocodc wan`'

@@ -2,15 +2,15 @@
 
     python -m experiments.compare --preset=tiny
 
-Every method gets the same model, data, seeds, tokens and evaluation. Some methods have
-an inner optimizer of their own. `method+optimizer` runs another method with it, which
-separates the two effects:
+Every method gets the same model, data, seeds, tokens and evaluation. Some methods bring
+an inner optimizer. `method+optimizer` runs another method with it, which separates the
+two effects:
 
     python -m experiments.compare --methods=muloco,diloco,diloco+muon,data_parallel+muon
 
-`recipe` is no method but the setting that this project recommends: Streaming DiLoCo
+`recipe` is not a method but the setting that this project recommends: Streaming DiLoCo
 with one bit a value, a fragment at every step and twice the preset's inner learning
-rate. The others have the hyperparameters of their papers.
+rate. The methods have the hyperparameters of their papers.
 
 Writes to the workdir: a folder for each run, comparison.json, PNG plots, and
 report.html with all of it. The same command resumes an interrupted comparison.
@@ -80,7 +80,7 @@ def main() -> None:
         flags.check_processes(configs.values(), 1)
         tracking = flags.read(Tracking)
 
-        # Check all runs before the first trains: a wrong flag costs no hour.
+        # Check all runs before the first trains, so that a wrong flag is found at once.
         ready: list[Session] = []
         for folder, config in configs.items():
             ready.append(prepare(config, folder, open_text, ready, tracking=tracking))
@@ -143,7 +143,7 @@ def _methods(base: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def _recipe(base: TrainConfig) -> dict[str, Any]:
-    """Return the leaves of the recommended setting, less those that flags set."""
+    """Return the leaves of the recommended setting, without those that flags set."""
     streaming = base.replace(method=recipe.METHOD).method.build()
     chosen = recipe.setting(streaming.num_fragments).flags
     chosen["inner_lr"] = recipe.INNER_LR_FACTOR * base.optimizer.inner_lr
@@ -152,7 +152,7 @@ def _recipe(base: TrainConfig) -> dict[str, Any]:
 
 
 def described(config: TrainConfig) -> dict[str, str]:
-    """Return what a run's exchange and its rates are set to, a dash for what it lacks.
+    """Return the settings of a run's exchange and its rates; a dash if it has none.
 
     H is the interval in steps, K the number of fragments, and tau the delay in steps.
     """
@@ -183,7 +183,7 @@ def described(config: TrainConfig) -> dict[str, str]:
 
 
 def _train(session: Session, console: Console) -> Run | str:
-    """Return the finished run, or how it diverged; exit on any other error."""
+    """Return the finished run, or the error if it diverged; exit on other errors."""
     method = session.config.method.method
     run = session.config.run
     try:

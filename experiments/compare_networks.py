@@ -4,11 +4,11 @@ r"""Trains with several methods over several emulated networks, and in the simul
         --methods=diloco,cocodc -- --preset=tiny --eval_batches=4 --step_seconds=0.25
 
 Each run starts a process for each region by `experiments.wan`. Flags after -- are those
-of `experiments.train`. The speed of the regions is compared with two others: the same
-regions without a network, and the prediction of `cocodc_jax.network.simulator` for the
-same links, bytes and step times. The prediction also needs the bytes that a host
-prepares in a second. They are measured by data parallel over the fastest network of the
-lab, with the usual delay.
+of `experiments.train`. The speed of the regions is compared with that of the same
+regions without a network, and with the prediction of `cocodc_jax.network.simulator` for
+the same links, bytes and step times. The prediction also needs the bytes that a host
+prepares in a second; data parallel measures them over the fastest network of the lab,
+with the usual delay.
 
 Writes networks.json, networks.md and networks.png to DIR, and a folder for each run.
 The same command resumes, and skips runs that are done.
@@ -41,9 +41,9 @@ from . import commands, program
 from .networks import lab_run, report
 from .networks.lab_run import LabRunError, Measured, Pace
 
-# Without a network, and over the fastest one of the lab with an exchange a step.
+# The references: without a network, and over the lab's fastest with an exchange a step.
 REFERENCES = ("apart", "data_parallel")
-WIDTH = 132  # of the table, also where the output is no terminal
+WIDTH = 132  # Of the table, also if the output is not a terminal.
 # Set here, because the comparison is about speed only.
 FIXED = {"warmup_steps": 0, "eval_every": 0, "checkpoint_every": 0}
 WITHOUT = ("method", "steps", *FIXED)
@@ -81,7 +81,7 @@ class Job:
     limit_s: float
 
     def measured(self) -> Measured:
-        """Return the measurements of the run; run it if it is not done."""
+        """Return the measurements of the run; run it first if necessary."""
         return lab_run.measured(
             self.command, self.folder, self.stretch, self.limit_s, self.network.links
         )
@@ -115,7 +115,7 @@ class Job:
 
 
 def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
-    """Check all flags; return the two runs that are references, then the others."""
+    """Check all flags; return the two reference runs, then the others."""
     if not values.workdir:
         raise ValueError("workdir=None is missing; name a folder for the results")
     names = _distinct("methods", values.methods)

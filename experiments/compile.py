@@ -5,13 +5,14 @@ r"""Compiles every program of a run for an accelerator, without having one.
 
 Targets: a slice of TPU chips (v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:8x8, 7x:4x4x4), any
 number of --slices, or hosts of eight GPUs (h100:4, h200:4). The regions share the
-chips; the data axis is as long as there are any. Prints for each program, of one
+chips; the data axis takes those that other axes leave. Prints for each program, of one
 device: memory, operations, collectives inside and between regions and which of them
 span the inner steps, and the least time by a roofline. Writes WORKDIR/compile.json.
-The window of each fragment (--overlap) holds the inner steps and compiles as long as
-they do; --overlap=no tells their memory and speed much sooner, and --programs='start
-fragment 0' compiles one of them alone. Exits with 1 if the run does not fit, and
-proposes flags with which it would. Needs the extra `tpu` or `cuda`, and no accelerator.
+The window of each fragment (--overlap) holds the inner steps and takes as long to
+compile; --overlap=no shows memory and speed of the inner steps much sooner, and
+--programs='start fragment 0' compiles one window alone. Exits with 1 if the run does
+not fit, and proposes flags with which it does. Needs the extra `tpu` or `cuda`, and no
+accelerator.
 """
 
 import contextlib
@@ -125,7 +126,7 @@ def compile_run(job: Job, console: Console) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def telling(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints progress, in place on a terminal, else by lines."""
+    """Yield a function that prints progress: in place on a terminal, else in lines."""
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
@@ -141,7 +142,7 @@ def telling(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def find_remedy(job: Job, say: Callable[[str], None]) -> str | None:
-    """Return the first flags with which the inner steps fit; None if none do."""
+    """Return the first proposed flags with which the inner steps fit, if any."""
     for text, config in report.remedies(job.config):
         try:  # Whether a region's devices can share the model.
             check_model(config, config.model)

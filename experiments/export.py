@@ -5,9 +5,9 @@
 Writes model.safetensors and config.json of a LlamaForCausalLM in float32, and the files
 of the run's tokenizer. `AutoModelForCausalLM.from_pretrained(DIR)` loads the model, and
 `--init_from=DIR` starts another run from it. Adapters of `--lora_rank` are merged;
-`--adapter` writes them alone, for `peft` to load onto the base model. The run's data
-must be where they were. Runs of elastic regions cannot be exported. Needs `pip install
-'cocodc_jax[hf]'`.
+`--adapter` writes only the adapters, for `peft` to load onto the base model. The run's
+data must still be in their place. Runs of elastic regions cannot be exported. Needs
+`pip install 'cocodc_jax[hf]'`.
 """
 
 import pathlib

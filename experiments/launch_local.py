@@ -7,9 +7,9 @@ process N to WORKDIR/process_N/output.log. If a process fails, the others end to
 its exit code is the program's. SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after a
 checkpoint; a second one ends it at once.
 
-With `--elastic` every region is a run of its own (`--exchange=elastic`), writes to
-WORKDIR/region_N/output.log, and ends for itself alone; `--restart` starts it again, but
-who refuses its flags, or dies within a minute five times in a row.
+With `--elastic` every region is a separate run (`--exchange=elastic`), writes to
+WORKDIR/region_N/output.log, and ends without the others. `--restart` starts it again,
+unless it refused its flags or died within a minute five times in a row.
 """
 
 import math
@@ -75,7 +75,7 @@ def launch_elastic(
     num_processes: int = 1,
     via: str | None = None,
 ) -> int:
-    """Start every region as a run of its own, and wait for their end."""
+    """Start every region as a separate run, and wait until they end."""
     command = [*commands.python_m("train"), *train_flags]
     regions = children.make_regions(command, workdir, count, via, num_processes)
     asked_s: list[float] = []

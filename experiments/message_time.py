@@ -3,8 +3,8 @@ r"""Times a sync of elastic regions: over sockets of this machine, and through a
     python -m experiments.message_time --via=FOLDER --kib=1,1024 --syncs=20
 
 For each size of a message it prints the median seconds (and the range) from the moment
-all regions send theirs to the moment all have the decision, over both channels by
-turns. Nothing is trained: all regions are threads of one process.
+at which all regions send to the moment at which all have the decision. Both channels
+are timed in turn. Nothing is trained: all regions are threads of one process.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ AUTO = "auto"
 NONE = "none"
 # Always; of other arguments those that what is recommended does not leave alone.
 _CHOSEN = ("method", *advice.TOLD, "inner_lr")
-# With `--plan=auto`: default, or the type where there is none, and help.
+# Flags for `--plan=auto`: default, or the type if there is none, and help.
 _FLAGS: dict[str, tuple[Any, str]] = {
     "plan_frontier": (
         pathlib.Path,
@@ -71,7 +71,7 @@ def planned(config: TrainConfig, says_why: bool = True) -> TrainConfig:
 
 
 def _is_wanted() -> bool:
-    """Return whether there is to be a plan; refuse flags that need one."""
+    """Return whether a plan is requested; refuse flags that need one otherwise."""
     passed = [name for name in _FLAGS if flags.given(name)]
     plan = flags.value("plan")
     if plan not in (AUTO, NONE):

@@ -8,14 +8,14 @@ COCODC_NUM_PROCESSES and COCODC_COORDINATOR_ADDRESS, as the lab does. A float32 
 crosses as a fragment does in training, on one CPU device a process: uncompressed by
 both all-reduces (`engine/collectives.py`), compressed by both all-gathers. The
 processes pause before each exchange, as between two fragments, because TCP restarts
-slowly after a pause. Large vectors go first and open TCP's windows for the others. On
-new connections small vectors take longer, up to a fifth in the lab.
+slowly after a pause. Large vectors are sent first and open TCP's windows for the
+others. On new connections small vectors take longer, up to a fifth in the lab.
 
-Process 0 prints the median over the repeats, of the slowest process. If flags describe
-the links, it also prints the prediction of `cocodc_jax/network`; the ratio is what TCP
-and the machines add. The prediction is for regions that start an exchange at different
-times. If they start at once, a collective may take less. WORKDIR/probe.json has all
-measured seconds. Exit code 2 and one line on standard error for bad flags.
+Process 0 prints the slowest process's median over the repeats. If flags describe the
+links, it also prints the prediction of `cocodc_jax/network`; the ratio shows the time
+that TCP and the machines add. The prediction is for regions that start an exchange at
+different times. If they start together, a collective may take less. WORKDIR/probe.json
+has all measured seconds. Exit code 2 and one line on standard error for bad flags.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What programs share: flags of their own, their help, and how they end."""
+"""Common code of the programs: their own flags, their help, and their exit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The setting that this project recommends, once for all programs.
+"""The setting that this project recommends, for all programs.
 
-Streaming DiLoCo with one bit a value, error feedback and plain averaging, and a
-fragment at every step. docs/results/recipe.md has the small models that it was measured
-with. With K fragments, and tau steps from a fragment's start to its merge:
+It is Streaming DiLoCo with one bit a value, error feedback and plain averaging, and a
+fragment at every step. docs/results/recipe.md has the small models with which it was
+measured. With K fragments, and tau steps from a fragment's start to its merge:
 
     tau <= 2    H = K: a fragment starts at every step
     tau > 2     H = tau, a multiple of K: no fragment starts before its last message is
@@ -38,7 +38,7 @@ class Setting:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What to pass to `experiments.train`, less the inner learning rate."""
+        """Flags of `experiments.train`, without the inner learning rate."""
         flags = {"method": METHOD, "compress": COMPRESS} | dataclasses.asdict(self)
         if not self.merge_feedback:
             del flags["merge_feedback"]
@@ -46,7 +46,7 @@ class Setting:
 
 
 def setting(num_fragments: int = FRAGMENTS, delay_steps: int = 1) -> Setting:
-    """Return the setting for so many fragments and steps of delay.
+    """Return the setting for a number of fragments and a delay in steps.
 
     A delay of more than two steps becomes a multiple of the fragments.
 
@@ -76,7 +76,7 @@ def setting(num_fragments: int = FRAGMENTS, delay_steps: int = 1) -> Setting:
 
 
 def words(flags: Mapping[str, Any]) -> str:
-    """Return flags as they are typed.
+    """Return flags as words of a command line.
 
     >>> words({"method": "diloco", "merge_feedback": True})
     '--method=diloco --merge_feedback'

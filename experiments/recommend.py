@@ -1,12 +1,12 @@
 """Recommends a method, its messages and its rates for a network, as a command.
 
-The choice is that of docs/start/choose.md, checked by simulating each setting on the
-network, with the exchanges that processes have:
+The choice is that of docs/start/choose.md. Each setting is simulated on the network,
+with the exchanges of processes:
 
 1. Data parallel, if a full gradient crosses within a small share of a step.
 2. Else the recommended setting (`recipe.py`) with the shortest delay at which no region
-   waits: one bit a value, or, where that takes too long, the signs of low-rank factors.
-3. Else the least waiting that a longer delay can reach, which nobody has measured.
+   waits: one bit a value or, if that takes too long, the signs of low-rank factors.
+3. Else a longer delay with the least waiting, whose loss was not measured.
 """
 
 import dataclasses
@@ -32,8 +32,9 @@ from .sweeps import advice
 from .sweeps.networks import simulated
 
 LOW_RANK = "ef+lowrank:32+sign"
-LONGEST_STEPS = 1024  # Of the delays that are tried.
-# Of a run's time, spent waiting: what counts as none, and what data parallel may cost.
+LONGEST_STEPS = 1024  # The longest delay that is tried.
+# Shares of a run's time spent waiting: what counts as none, and the most for data
+# parallel.
 NO_WAIT = 0.01
 LITTLE_WAIT = 0.05
 _STEPS = 4 * LONGEST_STEPS  # At most simulated.
@@ -43,15 +44,15 @@ _MODELS = ("smoke", "tiny", "mini", "small", "1b", "8b")
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """What to train with, and why.
+    """A recommended setting, and the reasons.
 
     Attributes:
       flags: of `experiments.train`: method, its arguments and the inner learning rate.
-      preset: whose model is nearest in size.
-      regions: how many.
+      preset: the preset whose model is nearest in size.
+      regions: their number.
       delay_steps: tau; 0 if regions wait for each exchange.
       message_bytes: of one region's message for a fragment.
-      stall_share: of the simulated time, that regions wait for messages.
+      stall_share: share of the simulated time that regions wait for messages.
       reasons: one sentence or two for each choice.
     """
 
@@ -65,7 +66,7 @@ class Recommendation:
 
     @property
     def command(self) -> str:
-        """The command that trains it."""
+        """The command that trains with it."""
         return command(self.preset, self.regions, self.flags)
 
     def explain(self) -> str:
@@ -104,9 +105,9 @@ def recommend(
     num_fragments: int = recipe.FRAGMENTS,
     collective: str | None = None,
 ) -> Recommendation:
-    """Return what to train a model of `num_params` parameters with on a network.
+    """Recommend a setting for a model of `num_params` parameters on a network.
 
-    `step_time_s` has one number or one for each region. Raises ValueError for one
+    `step_time_s` has one number or one for each region. Raises ValueError for a single
     region, which needs no network.
     """
     if topology.num_regions < 2:
@@ -188,15 +189,15 @@ def _waiting(
     times = tuple(step_time_s) * (regions if len(step_time_s) == 1 else 1)
     sizes = (size,) * method.num_fragments
     if exchanges.is_gathered(method):
-        collective = None  # What is encoded is gathered.
+        collective = None  # Encoded messages are gathered.
     timeline = simulated(method, topology, sizes, times, _STEPS, collective)
-    # Waiting for the slowest region's steps is no wait for messages.
+    # Waits for the slowest region's steps are not waits for messages.
     computing = timeline.utilization() * max(times) / (sum(times) / len(times))
     return max(0.0, 1 - computing)
 
 
 def _inner_lr(preset: str) -> float:
-    """Twice the preset's rate where that was measured, else the preset's."""
+    """Return twice the preset's rate if that was measured, else the preset's."""
     config = PRESETS[preset]
     _, most = advice.MEASURED["parameters"]
     is_measured = models.num_params(config.model) <= most

@@ -7,15 +7,15 @@ prints a summary and writes simulation.json, timeline.json (for ui.perfetto.dev)
 timeline.png. All times are simulated seconds.
 
 - `--method` is any method of training, with its arguments and its own schedule.
-- `--plan` recommends method, messages, intervals and rates for the network, says why,
-  and prints the command that trains with them (experiments/recommend.py).
+- `--plan` recommends method, messages, intervals and rates for the network, with
+  reasons, and prints the command that trains with them (experiments/recommend.py).
 - `--plan --compress=none` plans for float32 messages: K, H, N, tau and the collective.
 - `--frontier` recommends by the losses that a sweep measured instead
   (experiments/sweeps/advice.py).
-- `--stages` first chooses which site runs which stage of a pipeline. `--swarm_s`
-  simulates that pipeline, with batches routed by throughput (SWARM), with `--failures`,
-  and with moves between stages every `--rebalance_s`.
-- `--links` may describe links that change; the output names those that look faulty
+- `--stages` first assigns the stages of a pipeline to sites. `--swarm_s` simulates that
+  pipeline, with batches routed by throughput (SWARM), with `--failures`, and with moves
+  between stages every `--rebalance_s`.
+- `--links` may describe links that change; the output names those that appear faulty
   (network/faults.py).
 - `--hours_between_failures`, with `--repair_s`, predicts goodput: the share of time
   spent in steps that count, for one job that resumes from its last checkpoint, and for
@@ -147,7 +147,7 @@ def _write(
 
 
 def run_plan(values: FlagValues) -> None:
-    """Choose a plan and print why."""
+    """Choose a plan and print its reasons."""
     choices = None
     if values.frontier is not None:
         choices = named("frontier", values.frontier, advice.read)
@@ -197,7 +197,7 @@ def _recommend(
     choices: Sequence[advice.Choice] | None,
     folder: pathlib.Path | None,
 ) -> None:
-    """Print what to train with, and the command."""
+    """Print the recommended setting, and its command."""
     for name in ("sync_interval", "network_share", "max_fragments"):
         if values[name].present:
             raise ValueError(

@@ -1,12 +1,12 @@
-"""Shows how runs are, in a terminal: from their files alone, or from their metrics.
+"""Shows the state of runs in a terminal, from their files or from their metrics.
 
     python -m experiments.status WORKDIR
     python -m experiments.status HOST:PORT HOST:PORT
 
 WORKDIR is the folder of a run, or one with a folder for each region or run, as elastic
-regions, compare and sweeps write it. A row is a process. The lock on its folder says
-whether it still runs. HOST:PORT is where a process of `experiments.train
---metrics_port=PORT` answers. Columns that no row has a value for are left out.
+regions, compare and sweeps write it. A row is a process; the lock on its folder shows
+whether it still runs. HOST:PORT is the address of a process of `experiments.train
+--metrics_port=PORT`. Columns without any value are left out.
 """
 
 import datetime
@@ -34,12 +34,12 @@ from cocodc_jax.train.checkpoint import steps_in
 
 from . import program
 
-_RECENT = 50  # Lines of timing.jsonl that the time left is estimated from.
+_RECENT = 50  # Lines of timing.jsonl from which the time left is estimated.
 _ANSWER_S = 10.0
 
 Row = dict[str, str]
 Found = tuple[list[Row], list[str]]
-# How columns are written that are no text.
+# Formats of columns that are not text.
 SHOW: Mapping[str, Callable[[Any], str]] = {
     "left": format_duration,
     "loss": "{:.3f}".format,
@@ -55,7 +55,7 @@ SHOW: Mapping[str, Callable[[Any], str]] = {
 
 
 def runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the folders of the runs that a folder holds, or is."""
+    """Return a folder if it is that of a run, else the runs' folders in it."""
     runs = [folder]
     if not (folder / CONFIG_FILE).exists():
         configs = [
@@ -107,7 +107,7 @@ def _row(
     num_faults: int,
     now: float,
 ) -> Row:
-    """Return the columns of one process with its own folder."""
+    """Return the columns of a process, from its folder."""
     records = _records(process / METRICS_FILE)
     timing = _records(process / TIMING_FILE)
     last = {record["kind"]: record for record in records}
@@ -169,14 +169,14 @@ def _row(
 
 
 def _records(path: pathlib.Path) -> list[Record]:
-    """Return the records of a file, none without one."""
+    """Return the records of a file; none if it is missing."""
     return read_records(path) if path.exists() else []
 
 
 def _members(run: pathlib.Path, region: int, config: Mapping[str, Any]) -> str:
-    """Return how many regions were in the last mean that any region knows of.
+    """Return the number of regions in the last mean that any region has merged.
 
-    A region that is not running knows only of those before it ended.
+    A region that is not running knows no means after its end.
     """
     last: dict[str, Any] | None = None
     for path in sorted(run.parent.glob(f"region_*/{SYNCS_FILE}")):
@@ -208,7 +208,7 @@ def _shown(values: Mapping[str, Any]) -> Row:
 
 
 def _seconds_left(timing: Sequence[Record], steps: int) -> float | None:
-    """Estimate it from the median of the last turns; None without two of them."""
+    """Estimate the seconds left from the last turns' median; None without two turns."""
     recent = timing[-_RECENT:]
     steps_s = [
         (b["wall_s"] - a["wall_s"]) / (b["step"] - a["step"])
@@ -219,7 +219,7 @@ def _seconds_left(timing: Sequence[Record], steps: int) -> float | None:
 
 
 def _faults(process: pathlib.Path) -> list[str]:
-    """Return a line for each fault that is named and has not ended."""
+    """Return a line for each fault that has not ended."""
     named: dict[tuple, str] = {}
     for line in read_lines(process / FAULTS_FILE, dict, skips_damaged=True):
         key = (line["kind"], *line["where"])
@@ -231,7 +231,7 @@ def _faults(process: pathlib.Path) -> list[str]:
 
 
 def of_address(address: str, now: float) -> Found:
-    """Return the row of a process that answers at HOST:PORT, and lines about faults."""
+    """Return the row of the process at HOST:PORT, and lines about faults."""
     url = f"http://{address}/metrics"
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
@@ -277,7 +277,7 @@ def of_address(address: str, now: float) -> Found:
 
 
 def _samples(text: str) -> dict[str, dict[str, float]]:
-    """Return values by metric and by its labels besides those of the process."""
+    """Return values by metric and by its labels without those of the process."""
     samples: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         sample = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
@@ -347,7 +347,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
-    for name, state, look in looks:  # Whoever cannot be read hides no other.
+    for name, state, look in looks:  # An unreadable one does not hide the others.
         try:
             new_rows, new_lines = look()
         except (OSError, ValueError) as error:

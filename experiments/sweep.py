@@ -10,10 +10,10 @@ interrupted one from its newest checkpoint (checkpoint_every), or from the start
 one. The folder of a run is deleted once its line is written; --keep_runs keeps it.
 
 At the end, or with --report at any time, DIR gets report.md, cells.json and
-frontier.png. They have for each method, precision, H and tau the loss with published
-and with tuned hyperparameters, intervals over the seeds, the bytes, and which settings
-none beats. With --reference_from=FILE the reference is a cell of another sweep, seed by
-seed.
+frontier.png. They have, for each method, precision, H and tau, the loss with published
+and with tuned hyperparameters, intervals over the seeds, the bytes, and the settings
+that no other beats. With --reference_from=FILE the reference is a cell of another
+sweep, seed by seed.
 
 Several processes, or machines with one DIR, share the rows: --shard=1/3, 2/3, 3/3.
 """
@@ -60,7 +60,7 @@ from .trials import StoppedError
 GRID_FILE = "grid.toml"
 HALVING_FILE = "halving.json"
 _say = functools.partial(print, flush=True)
-POLL_S = 5.0  # between looks at what other shards have written
+POLL_S = 5.0  # Between two reads of the rows of other shards.
 
 
 def main() -> None:
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
-    """Refuse flags with which no report could be written, before anything trains."""
+    """Refuse flags that prevent a report, before any row trains."""
     step_s = flags.value("step_seconds")
     if not 0 < step_s < math.inf:
         raise ValueError(f"step_seconds={step_s} must be above 0")
@@ -147,7 +147,7 @@ def _other_file(configs: Iterable[Mapping[str, Any]]) -> cells.Cell:
 
 
 def _plan() -> Plan | None:
-    """Return the rows to train, all checked; None without a grid."""
+    """Return the rows to train, after checking all; None without a grid."""
     path = flags.value("grid")
     if path is None:
         return None
@@ -176,7 +176,7 @@ def _plan() -> Plan | None:
 
 
 def _only(of_grid: grid.Grid) -> grid.Grid:
-    """Return a grid with the settings alone that have the flags of --only."""
+    """Return a grid with only the settings that have the flags of --only."""
     words = flags.value("only")
     if not words:
         return of_grid
@@ -205,7 +205,7 @@ def _shard() -> tuple[int, int]:
 
 
 def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
-    """Train every row of this process; exit if one cannot be trained."""
+    """Train every row of this process's shard; exit if one cannot be trained."""
     trainer = runs.Trainer(workdir, flags.value("keep_runs"), console)
     progress = Progress(plan)
     most = flags.value("batch_trials")
@@ -271,7 +271,7 @@ def _of_today(setting: schedule.Setting) -> rows.Row:
 
 
 def _note_halving(plan: Plan, path: pathlib.Path) -> None:
-    """Write what the rungs chose, beside what was chosen of another part (--only)."""
+    """Write the choices of the rungs, with those of other parts (--only)."""
     of_part = {setting.key for setting in plan.grid.settings}
     # Parts may be beside this one.
     with open_regular(path.with_suffix(".lock"), "wb") as lock:

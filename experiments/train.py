@@ -5,9 +5,9 @@
 The same command resumes an interrupted run, bit for bit. It may change devices,
 placement and intervals, or add steps; changes.jsonl records what changed at which step.
 Writes to DIR: config.json, metrics.jsonl, timing.jsonl, TensorBoard events,
-checkpoints, summary.json, which `--json` prints. Exit code 2 for errors that a restart
-cannot mend, such as wrong flags, a folder that does not fit, or an elastic region that
-was started again elsewhere; 1 for errors during the run.
+checkpoints, and summary.json, which `--json` prints. Exit code 2 for errors that a
+restart cannot repair, such as wrong flags, the folder of another run, or an elastic
+region that was started again elsewhere; 1 for errors during the run.
 """
 
 import sys
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def read_flags(says_plan: bool = True) -> tuple[TrainConfig, str]:
-    """Return the run's configuration and folder; print what --plan=auto chose."""
+    """Return the run's configuration and folder; print the choices of --plan=auto."""
     config = planned.planned(flags.config(), says_plan)
     default = f"runs/{config.preset}_{config.method.method}"
     return config, flags.value("workdir") or default

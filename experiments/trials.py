@@ -41,15 +41,15 @@ Make = Callable[
     [Numbers], tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]
 ]
 REGION = "region"
-# Steps of a scan at most: few lengths, so that programs are used again.
+# The most steps of a scan; scans have few lengths, so programs are reused.
 MOST_STEPS = 64
 
 
 class Inner(OptimizerConfig):
-    """An optimizer whose numbers may be traced, and are not checked."""
+    """An optimizer whose numbers may be traced, so they are not checked."""
 
     def __post_init__(self):
-        """Check nothing: the numbers of each trial were."""
+        """Check nothing: the numbers of each trial were checked."""
 
     def learning_rate(
         self, steps: int, method: cc.methods.Method | None = None
@@ -64,7 +64,7 @@ class State(NamedTuple):
     """Trials at one step."""
 
     params: PyTree  # Of the regions, leaves `[E, R, ...]`.
-    sync: Any  # A `SynchronizedState`; what is equal in all trials has no trial axis.
+    sync: Any  # A `SynchronizedState`; values equal in all trials have no trial axis.
     # Sum of correction ratios over merges, mean over regions, float32 `[E]`.
     ratios: Any
     merges: Any  # Fragments merged, int32 `[E]`.
@@ -93,7 +93,7 @@ class Trials:
 
     @functools.cached_property
     def method(self) -> cc.methods.Method:
-        """Of the example's numbers."""
+        """The method with the example's numbers."""
         return self.make(dict(self.example))[1]
 
     @functools.cached_property
@@ -186,7 +186,7 @@ class Trials:
         )
 
     def _step(self, state: State, numbers: Numbers, batches: PyTree):
-        """One step of all regions of one trial; returns losses `[R]` too."""
+        """Take one step of all regions of one trial; return losses `[R]` too."""
         transform = self.transform(numbers)
         axes = cc.sync_axes(self.method)
 
@@ -239,7 +239,7 @@ def _init(model: models.TransformerConfig, keys: jax.Array) -> models.Params:
 
 
 def init_params(model: models.TransformerConfig, seeds: Sequence[int]) -> models.Params:
-    """Return initial parameters by seed, `[E, ...]`, as a run of its own has them."""
+    """Return initial parameters by seed, `[E, ...]`, equal to those of single runs."""
     keys = [jax.random.fold_in(jax.random.key(seed), 0) for seed in seeds]
     return _init(model, jnp.stack(keys))
 
@@ -253,7 +253,7 @@ class StoppedError(Exception):
 
 
 class Outcome(NamedTuple):
-    """What trials did."""
+    """The results of trials."""
 
     losses: np.ndarray  # Of each step and region, float32 `[E, T, R]`.
     steps: list[int]  # At which they were evaluated.

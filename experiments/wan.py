@@ -3,16 +3,17 @@ r"""Runs a command once per region, in network namespaces joined by a slow netwo
     python -m experiments.wan --regions=4 --bandwidth_mbit=100 --latency_ms=50 \
         -- python -m experiments.train --process_id={region} ...
 
-The command needs no change. It sees one network interface, over which TCP and UDP reach
-the other regions late, slowly, and with losses. `{region}` in the command is replaced
-by the region's number. The environment has COCODC_PROCESS_ID, COCODC_NUM_PROCESSES,
-COCODC_COORDINATOR_ADDRESS (region 0, a free port) and COCODC_LOCAL_ADDRESS. The host's
-own name resolves to the region's address, and region0, region1, ... to all addresses.
+The command needs no change. It has one network interface, over which TCP and UDP reach
+the other regions with delay, limited bandwidth and losses. `{region}` in the command is
+replaced by the region's number. The environment has COCODC_PROCESS_ID,
+COCODC_NUM_PROCESSES, COCODC_COORDINATOR_ADDRESS (region 0, a free port) and
+COCODC_LOCAL_ADDRESS. The host's name resolves to the region's address, and region0,
+region1, ... to the addresses of all regions.
 
 Region 0 writes to the terminal, region N to LOGDIR/region_N.log. LOGDIR/traffic.json
-counts bytes and packets of every ordered pair of regions. The exit code is that of the
-region that failed first, and ends the others; 2, with one line on standard error, for
-bad flags or missing permissions; 1 if the lab itself failed.
+counts bytes and packets of every ordered pair of regions. If a region fails, the others
+are ended, and its exit code is the program's. The exit code is 2, with one line on
+standard error, for bad flags or missing permissions, and 1 if the lab itself failed.
 
 The network is a relay in user space over TUN devices. `netem` would do the same inside
 the kernel, but many kernels lack it, so the lab does not use it.

@@ -1,7 +1,7 @@
 """Compile the programs of a run for machines that are not present, and measure them.
 
-A chip's compiler needs no chip. It takes a description of the machine and returns the
-scheduled program and its memory, or refuses it. From the program's text follow bytes,
+A chip's compiler needs no chip. From a description of the machine it returns the
+scheduled program and its memory, or an error. The program's text shows bytes,
 operations, collectives, and which of these overlap the inner steps
 (`experiments.compile`).
 """

@@ -1,15 +1,15 @@
 """Collectives of a compiled program: over which axes, how many bytes, and when.
 
-Bytes are those that a device receives, with the algorithms that move least. Of an array
-of n bytes, whole after it or before it, in a group of g:
+Bytes are those that a device receives, with the algorithms that move least. For an
+array of n bytes, the full one before or after it, in a group of g devices:
 
     all-gather, reduce-scatter, all-to-all     n (g - 1) / g
     all-reduce                                 2 n (g - 1) / g
     collective-permute, send                   n
 
-Between slices of a TPU a collective is a pair of send and receive that the host
-carries out ("megascale"); which one it is stands in its attributes. What an
-asynchronous collective spans lies between its start and its end in the schedule.
+Between slices of a TPU a collective is a pair of send and receive that the host carries
+out ("megascale"); its attributes name the collective. An asynchronous collective spans
+the instructions between its start and its end in the schedule.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# Of a mesh over several slices: what the hosts carry.
+# The axis of collectives that the hosts carry out, in a mesh over several slices.
 BETWEEN_SLICES = "slice"
 
 
@@ -41,12 +41,12 @@ class Collective:
     """One collective of a program."""
 
     kind: str  # One of `KINDS`, or send.
-    # Of the mesh, over which its groups lie; `BETWEEN_SLICES` where hosts carry it.
+    # Mesh axes that its groups span; `BETWEEN_SLICES` if hosts carry it out.
     axes: tuple[str, ...]
     num_bytes: float  # That a device receives in one execution.
     times: int  # How often it runs in one call of the program.
     is_async: bool  # Whether other work can run between its start and its end.
-    spans: bool  # Whether a loop that multiplies matrices does.
+    spans: bool  # Whether a loop that multiplies matrices runs in between.
     array: Array  # Its largest result.
     name: str  # Of its instruction.
 
@@ -54,12 +54,14 @@ class Collective:
 def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
     """Find the collectives of a program, in no order.
 
-    A TPU's compiler may cut one collective into steps and fuse them with what runs
-    meanwhile; all steps carry its channel's number, and count once. 1 is no such
-    number: JAX gives it to all that a `shard_map` names.
+    A TPU's compiler may cut one collective into steps and fuse them with instructions
+    that run meanwhile. All steps have the number of its channel, and count once. The
+    number 1 does not count: JAX gives it to all collectives of a `shard_map`.
 
-    `mesh_shape` has the axes in the order of devices. Where the hosts carry
-    collectives, the module is one slice's, and numbers its devices alone.
+    Args:
+      module: the compiled program. If hosts carry out collectives, it is the module of
+        one slice, and numbers only that slice's devices.
+      mesh_shape: size of each mesh axis, in the order of devices.
     """
     busy = _busy_loops(module)
     by_channel: dict[tuple, Collective] = {}
@@ -102,7 +104,7 @@ def _read(
     mesh_shape: dict[str, int],
     busy: frozenset[str],
 ) -> Collective | None:
-    """Read the collective that an instruction starts or is, if it is one."""
+    """Return the collective that an instruction is or starts, if any."""
     if instruction.opcode == "send":
         return _read_send(instruction, computation, busy)
 
@@ -159,10 +161,10 @@ def _received(kind: str, num_bytes: float, group_size: int) -> float:
 def _read_send(
     instruction: Instruction, computation: Computation, busy: frozenset[str]
 ) -> Collective:
-    """Read a transfer by the hosts, from the end that sends.
+    """Return a transfer by the hosts, from its sending end.
 
-    It spans what is before the end of receiving: sending ends once the host has taken
-    the bytes, before the network has carried them.
+    It spans the instructions before the end of the receive: a send ends when the host
+    has taken the bytes, before the network has carried them.
     """
     named = dict(re.findall(r'(_xla_\w+)="([^"]*)"', instruction.attributes))
     kind = named.get("_xla_megascale_transfer_type", "send").lower().replace("_", "-")
@@ -175,7 +177,7 @@ def _read_send(
         recvs = (x for x in computation.instructions if x.opcode == "recv")
         halves = [x for x in recvs if mark in x.attributes]
 
-    # What is gathered arrives whole; of a sum each device has its own share only.
+    # A gathered array arrives in full; of a sum each device receives only its share.
     received = [half.arrays[0].num_bytes for half in halves]
     return Collective(
         kind=kind,
@@ -200,7 +202,7 @@ def _spans(start: Instruction, computation: Computation, busy: frozenset[str]) -
 
 
 def _busy_loops(module: Module) -> frozenset[str]:
-    """Loops that multiply matrices, the inner scan among them."""
+    """Return the loops that multiply matrices, one of which is the inner scan."""
 
     def multiplies(loop: Instruction) -> bool:
         bodies = loop.called.get("body", ())
@@ -218,7 +220,7 @@ def _busy_loops(module: Module) -> frozenset[str]:
 
 
 def _axes(groups: np.ndarray | None, mesh_shape: dict[str, int]) -> tuple[str, ...]:
-    """Name the axes along which the members of a group differ."""
+    """Return the axes along which the members of a group differ."""
     if groups is None:
         return tuple(name for name, size in mesh_shape.items() if size > 1)
     places = np.unravel_index(groups, tuple(mesh_shape.values()))
@@ -230,9 +232,9 @@ def _axes(groups: np.ndarray | None, mesh_shape: dict[str, int]) -> tuple[str, .
 
 
 def replica_groups(attributes: str) -> np.ndarray | None:
-    """Read which devices take part together, int `[groups, size]`.
+    """Return the groups of devices that take part together, int `[groups, size]`.
 
-    None if all devices do, or nothing is said.
+    None if all devices are one group, or if the attributes name no groups.
 
     >>> replica_groups("replica_groups={{0,1},{2,3}}").tolist()
     [[0, 1], [2, 3]]
@@ -281,7 +283,7 @@ def _groups_of_axes(named: re.Match) -> np.ndarray:
     if order:
         ids = ids.transpose(_numbers(order))
 
-    # Axes along which a group lies come last.
+    # The axes that a group spans come last.
     together = re.findall(r"'(\w+)'", group_axes)
     last = [list(sizes).index(name) for name in together]
     ids = np.moveaxis(ids.reshape(shape), last, range(-len(last), 0))

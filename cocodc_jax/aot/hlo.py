@@ -1,7 +1,7 @@
-"""Scheduled HLO, the text that `jax.stages.Compiled.as_text` gives, as values.
+"""Parsed scheduled HLO, the text of `jax.stages.Compiled.as_text`.
 
-Only what measuring needs: instructions in the order in which they run, which
-computations they call, how often each computation runs, and bytes of shapes.
+It has what measuring needs: instructions in the order in which they run, the
+computations that they call, how often each computation runs, and bytes of shapes.
 """
 
 import dataclasses
@@ -47,18 +47,18 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line."""
+    """An instruction, one line of the text."""
 
     name: str  # Of its result, unique in the module.
     shape: str  # Of its result, as written.
     opcode: str  # Such as fusion.
     operands: tuple[str, ...]  # Names, or for a constant its value.
-    attributes: str = ""  # All that follows, as written.
+    attributes: str = ""  # The rest of the line, as written.
     is_root: bool = False  # Whether it is the computation's result.
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Arrays of the result, of a tuple those of all parts."""
+        """Arrays of the result; for a tuple those of all parts."""
         return arrays(self.shape)
 
     @property
@@ -68,7 +68,7 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
-        """Computations that it calls, by what for: calls, body, condition."""
+        """Names of computations that it calls, by role: calls, body, condition."""
         called = {
             kind: tuple(re.findall(r"[\w.<>-]+", names))
             for kind, names in _CALLED.findall(self.attributes)
@@ -91,7 +91,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What the computation gives."""
+        """The instruction that is the computation's result."""
         return next((x for x in self.instructions if x.is_root), self.instructions[-1])
 
 
@@ -100,17 +100,17 @@ class Module:
     """A compiled program."""
 
     computations: dict[str, Computation]  # By name.
-    entry: str  # Name of the one that the program is.
+    entry: str  # Name of the computation that is the program.
 
     def __iter__(self) -> Iterator[Computation]:
         """Iterate over the computations."""
         return iter(self.computations.values())
 
     def trip_count(self, loop: Instruction) -> int:
-        """Return how often a while's body runs.
+        """Return how often the body of a while loop runs.
 
-        As the compiler has noted it; else the constant that the condition compares
-        with, as a scan counts from 0 in steps of 1; else 1.
+        It is the compiler's annotation; else the constant that the condition compares
+        with, because a scan counts from 0 in steps of 1; else 1.
         """
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
@@ -131,10 +131,10 @@ class Module:
 
     @functools.cached_property
     def executions(self) -> dict[str, int]:
-        """How often each computation runs; of a conditional every branch counts.
+        """How often each computation runs; every branch of a conditional counts.
 
         Rounds of rows to experts after the first, which an even router does not need,
-        run 0 times, and so does what is applied to single elements (a reduction's sum).
+        count 0 times, and so do computations on single elements (a reduction's sum).
         """
         times = dict.fromkeys(self.computations, 0)
 
@@ -156,7 +156,7 @@ class Module:
 
     @functools.cached_property
     def fused(self) -> frozenset[str]:
-        """Computations inside fusions: what they hold between never is an array."""
+        """Computations inside fusions, whose inner values are never in memory."""
         fused: set[str] = set()
         callers = [
             instruction
@@ -229,7 +229,7 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
 
 
 def _depths(text: str) -> Iterator[int]:
-    """Return how many brackets are open after each character."""
+    """Yield the number of open brackets after each character."""
     return itertools.accumulate((c in _OPENS) - (c in _CLOSES) for c in text)
 
 
@@ -239,7 +239,7 @@ def _closing(text: str) -> int:
 
 
 def split(text: str) -> list[str]:
-    """Split at the commas that stand in no bracket.
+    """Split at the commas outside of brackets.
 
     >>> split("f32[2,3]{1,0} %a, (b, c)")
     ['f32[2,3]{1,0} %a', '(b, c)']
@@ -251,7 +251,7 @@ def split(text: str) -> list[str]:
 
 
 def elements(shape: str) -> list[str]:
-    """Return the parts of a tuple's shape; of an array's the array."""
+    """Return the parts of a tuple's shape; an array's shape is its only part."""
     return split(shape[1:-1]) if shape.startswith("(") else [shape]
 
 

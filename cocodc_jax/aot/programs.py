@@ -1,4 +1,4 @@
-"""What a run compiles for a machine, and what it would have to move at least."""
+"""The programs of a run for a machine, and the least work that they must do."""
 
 import collections
 import dataclasses
@@ -32,24 +32,26 @@ INNER_STEPS = "inner steps"
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A run for a machine."""
+    """The programs of a run for a machine."""
 
     target: Target
     program: RegionProgram  # Of the method.
-    mesh: Mesh  # Of devices that can only be compiled for.
-    listed: list[LoweredProgram]  # What is compiled.
+    mesh: Mesh  # Of devices to compile for.
+    listed: list[LoweredProgram]  # To compile.
     scan_steps: int  # T, inner steps in one call.
-    syncs_per_step: float  # That start, on average.
-    state: Any  # Abstract, with as much in flight as ever.
-    # Of the rows of a round to experts, what an even router sends; 1 without an axis.
+    syncs_per_step: float  # Syncs that start, on average.
+    state: Any  # Abstract, with the most that is ever in flight.
+    # The share of a round's rows to experts that an even router fills; 1 without an
+    # expert axis.
     even_share: float
 
 
 def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainConfig:
-    """Divide a machine over a run's regions; returns the configuration of that.
+    """Divide a machine over a run's regions; return the resulting configuration.
 
-    The data axis is as long as there are chips, unless `keep_data_axis`. Messages cross
-    in the program, as where regions share a fabric. A `ValueError` names the flag.
+    The data axis takes the chips that other axes leave, unless `keep_data_axis`.
+    Messages cross in the program, as for regions that share a fabric. A `ValueError`
+    names the flag.
     """
     run = config.run
     num_chips = target.num_chips
@@ -83,7 +85,7 @@ def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainCon
 def build(config: TrainConfig, target: Target) -> Built:
     """Make the programs of a run that `place` has divided; compiles nothing.
 
-    The vocabulary is the preset's own, as no corpus is opened.
+    The vocabulary is the preset's, as no corpus is opened.
     """
     run = config.run
     data = config.data
@@ -137,13 +139,13 @@ def _walk(program: RegionProgram, log_every: int) -> tuple[int, float, Any]:
     schedule = sync.schedule
     end = 3 * schedule.sync_interval
     state = schedule.init()
-    fullest = state  # With the most in flight.
+    fullest = state  # The state with the most in flight.
     longest = 1
     starts = 0
     done = 0
 
     def observe(name: str) -> list:
-        """Answer a schedule that chooses by what it sees: all fragments are equal."""
+        """Return equal observations for all fragments."""
         return [] if name == "applied" else [1.0] * len(program.fragments)
 
     while (step := schedule.next_step(state)) <= end:
@@ -159,7 +161,7 @@ def _walk(program: RegionProgram, log_every: int) -> tuple[int, float, Any]:
 
 
 def model_flops(config: TrainConfig, num_devices: int) -> float:
-    """Count the model's own operations of one step, of each of a region's devices."""
+    """Return the model's own operations of one step on one device."""
     data = config.data
     tokens = data.batch_per_region * data.sequence_length
     per_token = models.flops_per_token(config.model, data.sequence_length)
@@ -167,10 +169,10 @@ def model_flops(config: TrainConfig, num_devices: int) -> float:
 
 
 def recomputed_flops(built: Built, config: TrainConfig) -> float:
-    """Count what one step computes again in its backward pass, of each device.
+    """Return the operations that a step's backward pass recomputes, on one device.
 
-    That is the products of the inner steps as they are written, less those where every
-    activation is kept. `config` is what `built` was built from.
+    They are the products of the inner steps minus those of inner steps that keep every
+    activation. `config` is that of `built`.
     """
     if config.model.remat == "none":
         return 0.0
@@ -186,14 +188,14 @@ def recomputed_flops(built: Built, config: TrainConfig) -> float:
 
 
 def least_bytes_inside(built: Built, config: TrainConfig) -> float:
-    """Count what one inner step has to move over its tokens' axes, to a device.
+    """Return the least bytes that a device receives over its tokens' axes in one step.
 
-    Fully sharded data parallelism's own: each weight is gathered twice, as it is
-    computed with (forward and backward), and its float32 gradient reduce-scattered;
-    gradients of what is whole on every device are all-reduced. Over an expert axis
-    each row of a token and one of its experts goes there and back, and so do
-    cotangents; weights of experts are not gathered over it. What attention gathers
-    over a sequence axis is not counted.
+    They are those of fully sharded data parallelism: each weight is gathered twice in
+    the compute dtype (forward and backward), and its float32 gradient is
+    reduce-scattered. Gradients of replicated parameters are all-reduced. Over an expert
+    axis each row, of a token and one of its experts, goes there and back, and so do
+    cotangents; weights of experts are not gathered over it. Keys and values that
+    attention gathers over a sequence axis are not counted.
     """
     mesh = built.mesh
     model = config.model
@@ -239,7 +241,7 @@ def device_bytes(tree: Any, mesh: Mesh) -> int:
 
 
 def held_bytes(built: Built, listed: LoweredProgram) -> int:
-    """Return what a device holds of the run's state besides a program's arguments."""
+    """Return the bytes of a device's state that are not a program's arguments."""
     if listed.name == FIRST_STATE:
         return 0
 
@@ -260,11 +262,11 @@ def held_bytes(built: Built, listed: LoweredProgram) -> int:
 
 
 def device_of(target: Target, mesh: Mesh) -> Chip:
-    """Return what a device of the mesh can do, with the links that its region has.
+    """Return the rates of a device of the mesh, with those of its region's links.
 
-    A region of several GPU hosts has the network between its devices; regions of one
-    TPU slice or GPU host have its links between them. Weights that are gathered axis by
-    axis of a torus have the links of one axis at a time.
+    In a region of several GPU hosts, devices are connected by the network. Regions in
+    one TPU slice or GPU host are connected by its links. If weights are gathered axis
+    by axis of a torus, the links of one axis carry them at a time.
     """
     chip = target.per_device(mesh.size)
     if torus_steps(mesh):

@@ -133,7 +133,7 @@ def _check_tokenizer(name: str) -> None:
 
 
 def make_writable(folder: pathlib.Path) -> None:
-    """Make a folder of prepared data unless it is there, to be written to."""
+    """Make a folder of prepared data if missing; refuse one that is read-only."""
     try:
         ensure_folder(folder)
     except UnwritableError as error:
