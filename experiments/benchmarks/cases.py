@@ -1,8 +1,8 @@
 """Cases: a model with its data, optimizer and interval, for every contender.
 
-One is a small GPT in plain JAX, which any framework can train unchanged. GPT-2 (Radford
-et al., 2019): learned positions, LayerNorm before attention and feed-forward, GELU, a
-head tied to the embedding; no biases in the matrices.
+One is a small GPT in plain JAX, which any framework can train unchanged. Like GPT-2
+(Radford et al., 2019) it has learned positions, LayerNorm before attention and
+feed-forward, GELU, and a head tied to the embedding; its matrices have no biases.
 """
 
 import dataclasses
@@ -143,8 +143,7 @@ class Case:
     params: PyTree  # One region's initial parameters.
     # Batches of one turn, int32 `[T, R, B, L + 1]`; a turn is one interval, H = T.
     batches: np.ndarray
-    # The GPT's shape, for contenders with an implementation of their own; None for
-    # presets.
+    # The GPT's shape, for contenders that implement it themselves; None for presets.
     gpt: Gpt | None = None
 
     @property

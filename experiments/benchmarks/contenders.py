@@ -142,7 +142,7 @@ def drjax_diloco(case: Case, num_devices: int) -> Turn:
         params = optax.apply_updates(params, updates)
         return (params, outer_state, opt_states), losses
 
-    params = jax.tree.map(jnp.copy, case.params)  # What is donated.
+    params = jax.tree.map(jnp.copy, case.params)  # It is donated.
     first = (
         jax.device_put(params, everywhere),
         jax.device_put(outer.init(params), everywhere),
@@ -155,8 +155,8 @@ def drjax_diloco(case: Case, num_devices: int) -> Turn:
 def torch_diloco(case: Case) -> Turn:
     """Return a turn of a plain DiLoCo loop of PyTorch, for the case `gpt`.
 
-    The simplest form: eager mode, regions one after the other with all threads. It
-    starts from the same parameters as the others, and ends at the same ones up to
+    It has the simplest form: eager mode, regions one after another with all threads.
+    It starts from the same parameters as the others, and ends at the same ones up to
     rounding.
     """
     import torch  # pyright: ignore[reportMissingImports]
@@ -215,7 +215,7 @@ def _turn(case: Case, loop: Callable, state: PyTree, where: NamedSharding) -> Tu
 
 
 def _shardings(axis: str, num_devices: int) -> tuple[NamedSharding, NamedSharding]:
-    """Return where values are that all regions share, and those with a region axis."""
+    """Return the shardings of replicated values, and of those with a region axis."""
     devices = np.array(jax.devices()[:num_devices])
     mesh = Mesh(devices, (axis,), axis_types=(AxisType.Auto,))
     return NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))

@@ -18,7 +18,7 @@ _STOPS = (STOPPED, 128 + signal.SIGTERM)
 
 
 def judge(plan: Plan, folders: Sequence[pathlib.Path]) -> dict[str, Any]:
-    """Return what the records say: merges that were compared, steps that were done."""
+    """Return the records' results: merges that were compared, steps that were done."""
     merges: dict[tuple, dict[str, list[str]]] = {}
     steps = []
     for folder in folders:
@@ -59,7 +59,7 @@ def max_step(folder: pathlib.Path) -> int:
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Return whether a run held what is promised."""
+    """Return whether a run passed all checks."""
     return (
         not result["merges_that_differ"]
         and not result["hangs"]
@@ -70,7 +70,7 @@ def is_good(result: Mapping[str, Any]) -> bool:
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """Return a page on a run, in Markdown."""
+    """Return a report on a run, in Markdown."""
     plan = result["plan"]
     way = "a folder" if plan["via"] else "sockets"
     rows = [

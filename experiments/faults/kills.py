@@ -32,7 +32,7 @@ ENDS_FILE = "ends.jsonl"
 
 
 def lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the lines of a file, without those that a kill cut short."""
+    """Return the lines of a file, without incomplete ones that a kill left."""
     return read_lines(path, dict, skips_damaged=True)
 
 
@@ -269,9 +269,9 @@ def simulated_goodput(
     """Return the predicted share of steps for failures as frequent and long as these.
 
     Args:
-      outages: seconds from a kill of a region that takes part to its return.
+      outages: seconds from each kill of a region that takes part to its return.
       all_s: the sum of the seconds of all regions.
-      dead_after_s: for which the others wait for a region that is silent.
+      dead_after_s: seconds that the others wait for a silent region.
 
     >>> simulated_goodput([8.0], all_s=40, dead_after_s=0)
     0.8
@@ -289,9 +289,9 @@ def simulated_goodput(
 
 
 def _outages(returns: Sequence[Return]) -> list[float]:
-    """Return the seconds that a region was down, each time.
+    """Return the seconds of each time that a region was down.
 
-    One that is killed again before it returns is down once, from its first kill.
+    A region that is killed again before it returns is down once, from its first kill.
     """
     began: dict[tuple[int, float], float] = {}
     for region, at, back_at in returns:
@@ -300,7 +300,7 @@ def _outages(returns: Sequence[Return]) -> list[float]:
 
 
 def _returns(kills: Sequence[dict], back: Sequence[dict]) -> list[Return]:
-    """Return the returns from those kills that have one."""
+    """Return the returns of the regions that came back after a kill."""
     returns = []
     for kill in kills:
         region = kill["region"]

@@ -1,8 +1,8 @@
-"""Regions in network namespaces that a router joins, which can be cut; for root only.
+"""Regions in network namespaces, joined by a router that can cut them; for root only.
 
 Each region has a namespace and an address. A namespace between them forwards packets. A
-cut is a rule of that router which drops what one region sends to another, so it may be
-of one direction, and connections stay open as over a real network.
+cut is a rule of that router that drops packets from one region to another. So it can be
+of one direction, and connections stay open as in a real network.
 """
 
 import os
@@ -49,7 +49,7 @@ class Network:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
 
     def cut(self, pairs: Iterable[Pair]) -> None:
-        """Drop what is sent from one region to another, for each pair."""
+        """Drop packets from one region to another, for each pair."""
         for sender, receiver in set(pairs) - self._cut:
             self._rule("add", sender, receiver)
             self._cut.add((sender, receiver))
@@ -67,11 +67,11 @@ class Network:
     def _host(self, region: int) -> str:
         return f"10.77.{region}.2"
 
-    def _rule(self, what: str, sender: int, receiver: int) -> None:
+    def _rule(self, action: str, sender: int, receiver: int) -> None:
         source = self._host(sender)
         target = self._host(receiver)
         self._ip(
-            "-n", self._hub, "rule", what, "from", source, "to", target, "blackhole"
+            "-n", self._hub, "rule", action, "from", source, "to", target, "blackhole"
         )
 
     def _join(self, region: int) -> None:
@@ -100,7 +100,7 @@ class Network:
 
 
 def pairs_of(detail: str, regions: Sequence[int], num_regions: int) -> set[Pair]:
-    """Return whose messages a cut drops; see `plans.Fault`."""
+    """Return the pairs of sender and receiver of a cut; see `plans.Fault`."""
     if detail == "one way":
         sender, receiver = regions
         return {(sender, receiver)}

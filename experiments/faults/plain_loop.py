@@ -1,10 +1,10 @@
-"""A plain Optax loop whose regions are joined by `cc.RegionSync`, and its own files.
+"""A plain Optax loop with its own files, whose regions `cc.RegionSync` joins.
 
     python -m experiments.faults.plain_loop --workdir=DIR --key_file=FILE \
         --region_id=0 --region_addresses=HOST:PORT,HOST:PORT
 
-It stands for anybody's trainer: step, optimizer, data and checkpoints are its own, and
-nothing of `experiments.train` runs. `experiments.chaos --plan` starts its regions where
+It is an example of any trainer: step, optimizer, data and checkpoints are its own, and
+no part of `experiments.train` runs. `experiments.chaos --plan` starts its regions if
 the plan has `program = "experiments.faults.plain_loop"`. A region trains until it is
 asked to stop (SIGTERM); then it saves and exits with code 75.
 
@@ -66,9 +66,10 @@ def init_params() -> PyTree:
 
 
 def batch_of(region: int, step: int) -> np.ndarray:
-    """Return the inputs of a step, float32 `[B, D]`; the data of a region are its own.
+    """Return the inputs of a region's step, float32 `[B, D]`.
 
-    A region that returns goes on at the step of the others by calling this with it.
+    They depend only on the step and the region, so a region that returns can continue
+    at the others' step.
     """
     rng = np.random.default_rng((region, step))
     return rng.normal(size=(_BATCH, _WIDTHS[0])).astype(np.float32)
@@ -92,7 +93,7 @@ def train_step(
 
 
 class Trained(NamedTuple):
-    """What the loop carries from step to step, and saves."""
+    """The loop's state, which it saves."""
 
     params: PyTree
     opt_state: optax.OptState
@@ -127,7 +128,7 @@ def restore(path: pathlib.Path, sync: cc.RegionSync, like: Trained) -> Trained:
 
 
 class Region:
-    """One region: the trainer's loop, and what it writes of it.
+    """One region: the trainer's loop, and its records.
 
     Attributes:
       is_asked: whether it was asked to stop.
@@ -190,7 +191,7 @@ class Region:
         return trained._replace(params=params, state=state)
 
     def _step(self, sync: cc.RegionSync, trained: Trained) -> Trained:
-        """Take one step, and what `RegionSync` does after it."""
+        """Take one step, and call `RegionSync` after it."""
         before = trained.state
         batch = batch_of(self._place.region, before.step)
         params, opt_state, loss = train_step(trained.params, trained.opt_state, batch)

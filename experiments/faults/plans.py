@@ -1,4 +1,4 @@
-"""A plan of faults, as a TOML file, and the story that its seed makes of it.
+"""A plan of faults, as a TOML file, and the story that its seed draws from it.
 
     seed = 1            # One seed, one story.
     regions = 4
@@ -17,15 +17,15 @@
     folder = 0          # With via: see `FOLDER_FAULTS`.
     second_life = 0     # With via: a region is frozen, started elsewhere, and thawed.
 
-The story does not depend on what happens in the run: order, regions, lengths and gaps
-of the faults are drawn before it begins.
+The story does not depend on the run: order, regions, lengths and gaps of the faults are
+drawn before it begins.
 
-A program of one's own is run with the words after `--` and the flags `--workdir`,
+Another `program` is run with the words after `--` and the flags `--workdir`,
 `--region_id`, `--regions`, `--region_addresses` or `--via`, `--key_file`,
 `--dead_after_s` and `--min_regions`. It trains until SIGTERM, and then exits with code
-75. In WORKDIR/region_N it writes `syncs.jsonl`, a line a merge with `fragment`,
-`start_step`, `apply_step`, `regions` and a `digest` of the outer fragment, and may
-write `joins.jsonl` and `metrics.jsonl`. `plain_loop.py` is one.
+75. In WORKDIR/region_N it writes `syncs.jsonl`, which has a line for each merge with
+`fragment`, `start_step`, `apply_step`, `regions` and a `digest` of the outer fragment,
+and may write `joins.jsonl` and `metrics.jsonl`. `plain_loop.py` is an example.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ from .. import commands
 
 KINDS = ("kill", "freeze", "cut", "clock", "folder", "second_life")
 _OF_FOLDERS = ("folder", "second_life")
-# What is done to the folder of --via:
+# Faults of the folder of --via:
 #   pipes     named pipes and links with names of messages, which are opened
 #   strangers thousands of files whose names have a wrong tag
 #   emptied   all messages are deleted
-#   away      the folder is gone for a while
+#   away      the folder is missing for some time
 #   garbled   bytes of all messages are changed
 FOLDER_FAULTS = ("pipes", "strangers", "emptied", "away", "garbled")
 _MAX_CLOCK_S = 3600.0
@@ -64,10 +64,10 @@ class Fault:
       number: its place in the story, from 0.
       kind: one of `KINDS`.
       gap_s: seconds to wait before it, once all regions merge again.
-      seconds: how long it lasts; for a kill, until the region starts again.
-      regions: that it happens to; of a cut, one part, or sender and receiver.
-      detail: of a folder, one of `FOLDER_FAULTS`; of a cut, "apart" or "one way"; of a
-        clock, by how many seconds it jumps.
+      seconds: its length; for a kill, until the region starts again.
+      regions: the affected ones; for a cut, one part, or sender and receiver.
+      detail: for a folder, one of `FOLDER_FAULTS`; for a cut, "apart" or "one way"; for
+        a clock, the seconds by which it jumps.
     """
 
     number: int
@@ -122,16 +122,16 @@ class Plan:
 
     @property
     def num_faults(self) -> int:
-        """How many faults the story has."""
+        """Number of faults in the story."""
         return sum(self.faults.values())
 
     @property
     def least(self) -> int:
-        """The number of regions below which no part goes on."""
+        """The least number of regions with which a part goes on."""
         return self.min_regions or self.regions // 2 + 1
 
     def check_possible(self) -> None:
-        """Refuse a program that is not there, and cuts without network namespaces."""
+        """Refuse a program that does not exist, and cuts without network namespaces."""
         if self.program and not _is_module(self.program):
             raise ValueError(
                 f"program={self.program!r} is no module that Python finds; name one, "
@@ -144,7 +144,7 @@ class Plan:
             )
 
     def story(self) -> list[Fault]:
-        """Return the faults in their order, as the seed draws them."""
+        """Return the faults in order, as the seed draws them."""
         draw = random.Random(f"chaos {self.seed}")
         kinds = [kind for kind in KINDS for _ in range(self.faults.get(kind, 0))]
         draw.shuffle(kinds)

@@ -1,7 +1,7 @@
 """Faults in the network lab while elastic regions train, which they must name.
 
 `chaos --scenario` runs one of them. Every region is a separate run in a network
-namespace. For a while the lab's links are as the scenario says, then as before:
+namespace. The scenario changes the lab's links for some time, then they are as before:
 
     link        region 1 sends to region 2 at a 150th of the rate
     loss        region 1 loses a third of the packets that it sends to region 2
@@ -9,12 +9,12 @@ namespace. For a while the lab's links are as the scenario says, then as before:
     partition   the two halves of the regions do not reach each other
     straggler   the last region's process is stopped for nine tenths of the time
 
-The result compares this with each region's faults.jsonl: what was named, how many
-seconds and syncs after the fault began, and whether anything was named before. For a
-cut, during which there are no syncs, it counts those that would have taken place. A
+The result compares this with each region's faults.jsonl: the faults that were named,
+the seconds and syncs after which they were named, and any that were named before.
+During a cut there are no syncs, so it counts those that would have taken place. A
 region that was cut off must have returned at the end. `--at_s` counts from the first
-merge that all regions have, so the start does not matter. The detector has to learn
-what is usual before the fault, so leave it some ten syncs.
+merge that all regions have, so the start does not matter. The detector must learn usual
+times before the fault, so leave it about ten syncs.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _PORT = 29500
 # By which a message is late beyond the 0.3 s that count as noise.
 _SLOW = 150
 _LOSS = 0.33
-# Seconds for which a straggler's process is stopped and then runs: its heartbeats are
+# Seconds for which a straggler's process is stopped, and then runs: its heartbeats are
 # late, and its steps take several times as long.
 _STOPPED_S = 1.7
 _RUNNING_S = 0.2
@@ -56,7 +56,7 @@ _POLL_S = 0.1
 
 
 def check(scenario: str, num_regions: int, workdir: pathlib.Path) -> None:
-    """Refuse too few regions, and a finished scenario: it has nothing to train."""
+    """Refuse too few regions, and a scenario that is finished already."""
     least = 3 if scenario in ("link", "loss") else 2
     if num_regions < least:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Runs a program whose wall clock is shifted by what a file says, at any moment.
+"""Runs a program whose wall clock is shifted by the seconds in a file.
 
     python -m experiments.faults.shifted FILE MODULE ARGUMENTS
 
-`time.time` and `time.time_ns` are changed; monotonic clocks are as they are. The file
-has the seconds as a number, and may change while the program runs.
+`time.time` and `time.time_ns` are shifted; monotonic clocks are unchanged. The file has
+the seconds as a number, and may change while the program runs.
 """
 
 import pathlib
@@ -18,7 +18,7 @@ _LOOK_S = 0.1
 
 
 def shift(path: pathlib.Path) -> None:
-    """Shift this process's wall clock by the seconds in a file; none without it."""
+    """Shift this process's wall clock by the seconds in a file, if there is one."""
     time.time_ns = _shifted(time.time_ns, path, 1_000_000_000)  # pyright: ignore
     time.time = _shifted(time.time, path, 1.0)  # pyright: ignore
 

@@ -1,4 +1,4 @@
-"""Tells a story of faults to regions that train.
+"""Runs a story of faults against regions that train.
 
 After each fault all regions must merge with one another again. A region that ends by
 itself is started again, as a launcher does. At the end all are asked to stop.
@@ -48,7 +48,7 @@ class _Syncs:
         self.num_full = 0
 
     def look(self) -> int:
-        """Read on; return how many merges so far have all regions' messages."""
+        """Read new lines; return the number of merges with all regions' messages."""
         if self._path.exists():
             with open_regular(self._path) as file:
                 file.seek(self._at)
@@ -64,7 +64,7 @@ class _Syncs:
 
 
 class _Life:
-    """A region in a folder of its own; a second life has another folder."""
+    """A region and its folder; a second life has another folder."""
 
     def __init__(self, region: children.Region, folder: pathlib.Path, num: int):
         self.process = region
@@ -73,7 +73,7 @@ class _Life:
 
 
 class Teller:
-    """The regions of a run, and the faults that happen to them."""
+    """The regions of a run, and the faults that affect them."""
 
     def __init__(self, plan: Plan, train: Sequence[str], workdir: pathlib.Path):
         self._plan = plan
@@ -92,7 +92,7 @@ class Teller:
         self.is_stopped = True
 
     def tell(self, story: Sequence[Fault]) -> list[dict[str, Any]]:
-        """Let all faults happen; return what became of each."""
+        """Run all faults; return the result of each."""
         outcomes: list[dict[str, Any]] = []
         needs_network = any(fault.kind == "cut" for fault in story)
         with contextlib.ExitStack() as stack:
@@ -130,7 +130,7 @@ class Teller:
         return outcomes
 
     def _one(self, fault: Fault) -> dict[str, Any]:
-        """Let a fault happen, and wait until all regions merge again."""
+        """Run a fault, and wait until all regions merge again."""
         self._wait(fault.gap_s)
         began_s = time.monotonic()
         act: Callable[[Fault], Mapping[str, Any]] = getattr(self, f"_{fault.kind}")
@@ -254,7 +254,7 @@ class Teller:
         return self._workdir / f"clock_{region}"
 
     def _wait(self, seconds: float, but: int | None = None) -> None:
-        """Wait, and start again what ends by itself, but for one region."""
+        """Wait, and restart regions that end by themselves, except one."""
         end = time.monotonic() + seconds
         while True:
             for region, life in self._lives.items():
@@ -309,12 +309,12 @@ class Teller:
 
 @contextlib.contextmanager
 def _folder_fault(detail: str, folder: pathlib.Path, key: bytes) -> Iterator[None]:
-    """Do something to a folder of messages, and undo it at the end where it lasts.
+    """Damage a folder of messages; at the end, undo damage that would stay.
 
     Args:
       detail: one of `plans.FOLDER_FAULTS`.
       folder: of the messages.
-      key: of their names: pipes have such that regions open, strangers' files have not.
+      key: of their names; regions open pipes with such names, but not strangers' files.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     strange: list[pathlib.Path] = []
@@ -367,7 +367,7 @@ def _folder_fault(detail: str, folder: pathlib.Path, key: bytes) -> Iterator[Non
 def run(
     plan: Plan, train: Sequence[str], workdir: pathlib.Path, command: str
 ) -> dict[str, Any]:
-    """Train and tell the story; return the result, which is also written down."""
+    """Train and run the story; return the result, which is also written to a file."""
     story = plan.story()
     planned = {
         "plan": dataclasses.asdict(plan),

@@ -27,7 +27,7 @@ from cocodc_jax.sync.method import Method
 
 from .. import wan
 
-LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
+LATENCY_MS = 50  # One way, for networks that are named by their Mbit/s.
 # As fast as the lab can be, where only delays count.
 WIDE = "wide"
 WIDE_MBIT = 10_000
@@ -38,11 +38,11 @@ EXCHANGE_STEPS = 20
 ALONE_STEPS = 100
 RESULT = "result.json"
 LOG = "log.txt"
-_GRACE_S = 20.0  # the lab's own, to end its regions in order, is shorter
+_GRACE_S = 20.0  # Longer than the lab's, which ends its regions in order.
 # Collectives of the lab's processes; compressed messages are gathered.
 REDUCE = {"direct": "direct", "ring": "gloo"}
 GATHER = {"direct": "direct_gather", "ring": "gloo_gather"}
-USUAL = ("data_parallel", "diloco", "streaming_diloco", "cocodc")  # by default
+USUAL = ("data_parallel", "diloco", "streaming_diloco", "cocodc")  # The default.
 
 
 class LabRunError(RuntimeError):
@@ -151,8 +151,8 @@ def region_step_s(timeline: Timeline, first_step: int = 0) -> tuple[float, ...]:
 def pace(timeline: Timeline, first_step: int = 0) -> Pace:
     """Return the pace after `first_step`.
 
-    Syncs count that start after it and before the last step. In full intervals, these
-    are as many as are waited for.
+    Syncs count if they start after it and before the last step. In full intervals, as
+    many syncs start as are waited for.
     """
     last = timeline.num_steps
     step_s = max(region_step_s(timeline, first_step))
@@ -195,10 +195,10 @@ def measured(
     limit_s: float,
     links: str | None = None,
 ) -> Measured:
-    """Return the measurements of the run in `folder`; run it if it is not done."""
+    """Return the measurements of the run in `folder`; run it first if necessary."""
     if before := held(command, folder, links):
         return Measured.from_json(before["measured"])
-    shutil.rmtree(folder, ignore_errors=True)  # What a run that failed has left.
+    shutil.rmtree(folder, ignore_errors=True)  # The remains of a run that failed.
     folder.mkdir(parents=True)
     _run(command, folder / LOG, limit_s)
     result = read(folder, stretch)

@@ -168,7 +168,7 @@ def _is_rate(network: str) -> bool:
 
 
 def _order(network: str) -> tuple[float, str]:
-    """Return what networks are sorted by: rates, then names."""
+    """Return the sort key of networks: rates, then names."""
     return (float(network) if _is_rate(network) else math.inf, network)
 
 
@@ -215,7 +215,7 @@ def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _write_slowdown(axes: Axes, at: float, entry: dict[str, Any]) -> None:
-    """Write what was measured above a pair of bars, the simulated one beside it."""
+    """Write the measured and the simulated slowdown above a pair of bars."""
     measured = entry["measured"]["slowdown"]
     axes.annotate(
         f"{measured:.2f}" if measured < 9.95 else f"{measured:.0f}",

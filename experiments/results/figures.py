@@ -45,7 +45,7 @@ INTERVAL = 40
 FRAGMENTS = 4
 DELAY_STEPS = 5
 
-# Each contender as its own best setting: by the color it has, its label and its flags.
+# Each contender at its best setting: the name of its color, its label and its flags.
 TUNED = "hold_small.json"
 CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "data_parallel": ("data parallel", {"method": "data_parallel"}),
@@ -60,7 +60,7 @@ CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"method": "streaming_diloco", "compress": "ef+sign"},
     ),
 }
-# Where labels do not cover each other: offsets in points, and the side they end at.
+# Places of labels at which they do not overlap: offsets in points, and alignment.
 _PLACES: Mapping[str, tuple[tuple[int, int], Literal["left", "right"]]] = {
     "data_parallel": ((0, -16), "right"),
     "diloco": ((-4, -28), "left"),

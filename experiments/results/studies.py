@@ -111,7 +111,7 @@ def predict(law: Mapping[str, Any], **factors: float) -> float:
 def _draw_setting(
     axes: Axes, law: Mapping[str, Any], num_regions: float, interval: float, color: str
 ) -> None:
-    """Draw the losses of one number of regions and one interval, and the law there."""
+    """Draw the losses and the law for one number of regions and one interval."""
     of_setting = [
         x for x in law["observations"] if (x["M"], x["H"]) == (num_regions, interval)
     ]

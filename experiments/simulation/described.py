@@ -1,7 +1,7 @@
 """Flags of `experiments.simulate`, and what they describe: a method, a job, a curve.
 
-Arguments of methods have the names that training uses. Only those exist that decide
-when a method sends, and how much.
+Arguments of methods have the names that training uses. Only those that decide when a
+method sends, and how much, are flags.
 """
 
 import itertools
@@ -51,7 +51,7 @@ TEXTS = {
 }
 ARGUMENTS = (*COUNTS, *STEPS, *COUNTS_OR_AUTO, *TEXTS, "network_share")
 
-# Arguments that a plan takes as given.
+# Arguments that a plan does not choose.
 WISHES = ("num_fragments", "sync_interval", "network_share")
 
 # Flags that have no meaning with another one.
@@ -261,7 +261,7 @@ def build_workload(values: FlagValues, method: Method, num_regions: int) -> Work
     times = step_times(values, num_regions)
     num = method.num_fragments
     share = exchanges.message_share(method)
-    # A compressor's messages are as long whatever the parameters are.
+    # The length of a compressor's message does not depend on the parameters' values.
     sent = (4 * values.params if share < 1 else model_bytes(values)) * share
 
     host = values.host_mb_per_s

@@ -1,1 +1,1 @@
-"""What `experiments.sweep` is made of: grids, halving, rows, and what they come to."""
+"""Parts of `experiments.sweep`: grids, halving, rows, cells and reports."""

@@ -1,18 +1,18 @@
-"""What a sweep's frontier recommends on a given network.
+"""The setting that a sweep's losses recommend for a network.
 
 Every cell of a sweep is a method, a precision, an interval and a delay whose losses
-were measured. On other links its steps take longer where a message is not there in
-time, so that fewer of them are done in the time that is to be had:
+were measured. On other links its steps take longer if messages are late, so fewer steps
+are done in the same time:
 
-    T = S t_c                       time: what the runs' S steps take without a network
+    T = S t_c                       seconds of the runs' S steps without a network
     s = the steps done in T         simulated, by the method's own schedule
     expected loss = curve(s)        measured, linear between two evaluations
 
-The one with the least expected loss is recommended. Messages grow with the model, by
+The cell with the least expected loss is recommended. Messages grow with the model, by
 the share of float32 parameters that the runs counted. Losses are those of the model and
-the tokens that were run: of another model the order may be hoped for, not the numbers.
-A run that is known to be shorter would also bring its learning rate to an end earlier,
-and end with less loss than its curve has at that step.
+the tokens of the runs: for another model the order may hold, but not the numbers. A run
+that is planned with fewer steps would also end its learning rate earlier, and so reach
+less loss than its curve has at that step.
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ from .cells import label
 from .networks import simulated
 from .report import column_of, read_cells
 
-# Arguments of methods that are always named; others where they are not the default.
+# Arguments of methods that are always named; others only if they differ from the
+# default.
 TOLD = (
     "sync_interval",
     "num_fragments",
@@ -45,10 +46,10 @@ TOLD = (
     "outer_lr",
     "outer_momentum",
 )
-# The least and the most of the sizes on which the recommended recipe was measured (one
-# or two bits with error feedback and a fragment at every step or two), over the sweeps
-# in `experiments/results`, which a test reads; not every combination was run. Outside
-# of it the order of methods is a guess, and a loss is another model's.
+# The range of sizes on which the recommended recipe was measured (one or two bits with
+# error feedback and a fragment at every step or two), over the sweeps in
+# `experiments/results`, which a test reads; not every combination was run. Outside of
+# the range the order of methods is a guess, and losses are those of other models.
 MEASURED: Mapping[str, tuple[float, float]] = {
     "parameters": (49_952, 6_496_512),
     "regions": (2, 16),
@@ -66,14 +67,14 @@ class Choice:
     config: TrainConfig  # Of one of its runs.
     # (step, loss in nats per token), means over the seeds, steps increasing.
     curve: Sequence[tuple[int, float]]
-    seeds: int  # How many.
+    seeds: int  # Their number.
     parameters: int  # Of the model that was run.
     fragment_bytes: Sequence[float]  # A region's message for each fragment, as counted.
-    bytes_per_step: float  # A region sends, the mean over the run.
+    bytes_per_step: float  # Sent by a region, the mean over the run.
 
     @property
     def steps(self) -> int:
-        """S, of the whole run."""
+        """S, steps of the run."""
         return self.curve[-1][0]
 
     @property
@@ -83,7 +84,7 @@ class Choice:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What to give to `experiments.train`."""
+        """Flags of `experiments.train`."""
         name = self.config.method.method
         values = self.config.method.values
         chosen = {key: values[key] for key in TOLD if values.get(key) is not None}
@@ -106,8 +107,8 @@ class Advice:
     choice: Choice
     loss: float  # Expected, nats per token.
     steps: float  # Done in the time.
-    stall_share: float  # Of the time, that regions wait for messages.
-    bytes_per_step: float  # A region sends, for the model that is planned.
+    stall_share: float  # Share of the time that regions wait for messages.
+    bytes_per_step: float  # Sent by a region, for the planned model.
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; the loss is None before the first evaluation."""
@@ -140,7 +141,7 @@ class Advice:
 
 
 def read(paths: str | pathlib.Path) -> list[Choice]:
-    """Return what sweeps measured: of each cell the tuned column, or the only one."""
+    """Return the choices of sweeps: the tuned column of each cell, or the only one."""
     choices: list[Choice] = []
     for path in str(paths).split(","):
         of_file = read_cells(path, _choices)
@@ -167,7 +168,7 @@ def _choices(cells: Iterable[Mapping[str, Any]]) -> list[Choice]:
 
 
 def _choice(cell: Mapping[str, Any]) -> Choice | None:
-    """Return a cell's choice; None where a seed diverged, or nothing ended."""
+    """Return a cell's choice; None if a seed diverged or no run finished."""
     column = column_of(cell)
     if column is None or column["diverged"] or not column["curve"]:
         return None
@@ -189,9 +190,9 @@ def advise(
     step_time_s: Sequence[float],
     collective: str | None = None,
 ) -> list[Advice]:
-    """Return what may be expected of each choice, the least loss first.
+    """Return the expected loss of each choice, the least first.
 
-    Those of methods for another number of regions are left out.
+    Methods for another number of regions are left out.
     """
     regions = topology.num_regions
     times = tuple(step_time_s) * (regions if len(step_time_s) == 1 else 1)
@@ -215,7 +216,7 @@ def advise(
                 choice,
                 loss if steps >= choice.curve[0][0] else math.inf,
                 steps,
-                # Waiting for the slowest region's steps is no wait for messages.
+                # Waits for the slowest region's steps are not waits for messages.
                 1 - timeline.utilization() * max(times) / float(np.mean(times)),
                 scale * choice.bytes_per_step,
             )
@@ -227,7 +228,7 @@ def advise(
 
 
 def warning(request: Mapping[str, float]) -> str | None:
-    """Return a sentence on what of a request was not measured; None if all was."""
+    """Describe the part of a request that was not measured; None if all was."""
     outside = []
     for name, value in request.items():
         least, most = MEASURED[name]

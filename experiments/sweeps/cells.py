@@ -1,9 +1,9 @@
-"""What the rows of a sweep come to: a cell for each method, precision and interval.
+"""The results of a sweep's rows: a cell for each method, precision and interval.
 
-A cell is what runs have in common that differ in nothing but seed and tuned flags. It
-has two columns: "published", with everything that is tuned as the method, the preset
-and the base flags have it, and "tuned", the setting that won. Intervals are Student's
-at 95 % over the seeds; a difference from the reference is of the same seeds, pairwise.
+The runs of a cell differ only in seed and tuned flags. A cell has two columns:
+"published", with the tuned flags as the method, the preset and the base flags have
+them, and "tuned", the setting that won. Intervals are Student's at 95 % over the seeds;
+a difference from the reference is of the same seeds, pairwise.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from .schedule import FINAL, cell_of, differing
 PUBLISHED = "published"
 TUNED = "tuned"
 COLUMNS = (PUBLISHED, TUNED)
-# What has a column of its own in the table, by the name of its flag.
+# Flags with their own column in the table.
 SHOWN = ("method", "compress", "sync_interval", "delay_steps")
 CONFIDENCE = 0.95
 
@@ -34,7 +34,7 @@ class Interval:
     half: float | None
 
     def __format__(self, form: str) -> str:
-        """Return both in one form, a sign for the mean alone.
+        """Format both in the same form, with a sign only for the mean.
 
         >>> f"{Interval(1.5, 0.25):+.2f}, {Interval(1.5, None):.1f}"
         '+1.50 ± 0.25, 1.5'
@@ -63,22 +63,22 @@ class Interval:
 class Column:
     """One setting of a cell, over its seeds."""
 
-    rows: tuple[Row, ...]  # Of the seeds, none of which diverged.
+    rows: tuple[Row, ...]  # Of the seeds that did not diverge.
     diverged: tuple[int, ...]  # Seeds that did.
-    values: Mapping[str, Any]  # Of what is tuned.
+    values: Mapping[str, Any]  # Of the tuned flags.
     # Whether these very seeds chose it, so that its loss is too good.
     chosen_here: bool = False
 
     @property
     def loss(self) -> Interval | None:
-        """Of the last evaluation; None if a seed diverged."""
+        """Loss of the last evaluation; None if a seed diverged."""
         if self.diverged or not self.rows:
             return None
         return Interval.of([row["loss"] for row in self.rows])
 
     @property
     def extent(self) -> tuple[int, int] | None:
-        """Steps of each run, and how many runs ended well; None for none."""
+        """Steps of each run, and the number of runs that finished; None for none."""
         return (self.rows[0]["steps"], len(self.rows)) if self.rows else None
 
     @property
@@ -92,13 +92,13 @@ class Column:
 class Cell:
     """One line of the table."""
 
-    # Of `SHOWN`, and those that tell it from other cells of its method.
+    # Those in `SHOWN`, and those that distinguish it from other cells of its method.
     flags: Mapping[str, Any]
     columns: Mapping[str, Column]  # By name; one that is missing was not run.
-    # Settings that were tuned over: by halving, or without it all that were trained; 0
-    # where there was nothing to choose.
+    # Settings that were compared: those of halving, or without it all that were
+    # trained; 0 if there was no choice.
     tried: int
-    tuning_steps: int  # That this took, over the seeds.
+    tuning_steps: int  # Steps of these comparisons, over the seeds.
     config: dict[str, Any]  # Of one of its runs.
 
     @property
@@ -210,18 +210,18 @@ def _column(rows: Sequence[Row]) -> Column:
 
 
 def mean_loss(column: Column) -> float:
-    """Return the mean of a column's last losses, infinity where a seed diverged."""
+    """Return the mean of a column's last losses; infinity if a seed diverged."""
     return column.loss.mean if column.loss else math.inf
 
 
 def difference(column: Column, reference: Column) -> Interval | None:
-    """Return the loss less that of a reference, over the seeds that both have."""
+    """Return the loss minus that of a reference, over the seeds that both have."""
     values = [row["loss"] - loss for row, loss in _pairs(column, reference)]
     return Interval.of(values) if values else None
 
 
 def steps_to(column: Column, reference: Column) -> Interval | None:
-    """Return the steps to the last loss of a reference, each seed to its own."""
+    """Return the steps to a reference's last loss, that of the same seed."""
     steps = [
         steps_to_loss([(step, loss) for step, loss, _ in row["curve"]], target)
         for row, target in _pairs(column, reference)

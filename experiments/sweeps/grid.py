@@ -1,15 +1,15 @@
-"""A grid file: flags of every row, groups of products, seeds, and what is tuned.
+"""A grid file: flags of every row, groups of products, seeds, and the tuned flags.
 
-TOML; `experiments/grids/example.toml` explains it by example. A value that is a list is
-an axis, and a group is the product of its axes. An axis of tables, under any name, sets
-several flags at once.
+It is TOML; `experiments/grids/example.toml` explains it by example. A value that is a
+list is an axis, and a group is the product of its axes. An axis of tables, under any
+name, sets several flags at once.
 
-Successive halving tunes by short runs of everything, and longer runs of what did best.
-Rung i trains what is left for r_i steps over the tuning seeds, each a whole run whose
-learning rate ends at r_i. Of the n that compete under one key the best
-max(w, ceil(keep n)) go on, after the last rung the best w (Jamieson and Talwalkar,
-arXiv 1502.07943, without its doubling of the budget). What wins is trained anew with
-the final seeds, which no choice has seen.
+Successive halving tunes with short runs of all settings, and longer runs of the best.
+Rung i trains the remaining settings for r_i steps over the tuning seeds, each a full
+run whose learning rate ends at r_i. Of the n settings that compete under one key, the
+best max(w, ceil(keep n)) go on; after the last rung the best w win (Jamieson and
+Talwalkar, arXiv 1502.07943, without its doubling of the budget). The winners are
+trained anew with the final seeds, which had no part in any choice.
 """
 
 import dataclasses
@@ -45,15 +45,15 @@ _LAST_SEED = 2**32 - 1
 class Setting:
     """One configuration of the grid, which several seeds train."""
 
-    name: str  # Group and flags, for people.
-    config: TrainConfig  # Resolved; its seed means nothing.
-    # Whether everything that is tuned is as the method, the preset and the base flags
-    # have it.
+    name: str  # Group and flags, in words.
+    config: TrainConfig  # Resolved; its seed has no meaning.
+    # Whether all tuned flags are as the method, the preset and the base flags have
+    # them.
     published: bool
 
     @functools.cached_property
     def key(self) -> str:
-        """What tells this setting from others, whatever group it came from."""
+        """A key that is equal for equal settings, whatever their group."""
         return setting_key(self.config.to_json())
 
     @property
@@ -74,10 +74,10 @@ class Halving:
 
     rungs: tuple[int, ...]  # Inner steps of the runs of each rung, increasing.
     tuning_seeds: tuple[int, ...]  # Of the rungs.
-    final_seeds: tuple[int, ...]  # Of what wins, others than those.
+    final_seeds: tuple[int, ...]  # Of the winners; others than the tuning seeds.
     # Share of the settings under one key that goes on to the next rung.
     keep: float = 0.5
-    # Flags that settings must have in common to compete; none is all that are not
+    # Flags that settings must have in common to compete. By default all that are not
     # tuned, so that each cell of the table has a winner.
     by: tuple[str, ...] = ()
     winners: int = 1  # Settings of each key that get the final seeds.
@@ -118,7 +118,7 @@ class Halving:
         return cls(**{**table, **lists})
 
     def survivors(self, num: int, rung: int) -> int:
-        """Return how many of `num` settings under one key are left after a rung.
+        """Return how many of `num` settings under one key remain after a rung.
 
         >>> halving = Halving((10, 20, 40), (8,), (9,))
         >>> [halving.survivors(n, i) for i, n in enumerate((9, 5, 3))]
@@ -131,7 +131,7 @@ class Halving:
     def counts(self, num: int) -> list[int]:
         """Return how many settings under one key each rung trains.
 
-        Nothing is trained where there is nothing left to choose.
+        No setting is trained if there is no choice.
 
         >>> Halving((10, 20, 40), (8,), (9,)).counts(9)
         [9, 5, 3]
@@ -146,7 +146,7 @@ class Halving:
 
 
 def check_seeds(name: str, seeds: Any) -> tuple[int, ...]:
-    """Return seeds that are whole numbers, each once."""
+    """Return the seeds, if they are different whole numbers."""
     seeds = _listed(seeds)
     ok = _are_whole(seeds) and len(set(seeds)) == len(seeds)
     if not ok or not 0 <= min(seeds) <= max(seeds) <= _LAST_SEED:
@@ -169,13 +169,13 @@ def _are_whole(values: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What a grid file says, checked."""
+    """The content of a grid file, after all checks."""
 
     # Distinct, in the order of the file; the published ones are among them.
     settings: tuple[Setting, ...]
     seeds: tuple[int, ...]  # Of the final figures.
-    tuned: tuple[str, ...]  # Flags that the best values are looked for.
-    # How they are looked for; None trains every setting with every seed.
+    tuned: tuple[str, ...]  # Flags whose best values are searched.
+    # How they are searched; None trains every setting with every seed.
     halving: Halving | None
 
 
@@ -250,7 +250,7 @@ def _names(key: str, names: Any) -> tuple[str, ...]:
 
 
 def _base_config(base: Mapping[str, Any]) -> TrainConfig:
-    """Return the preset with the base flags, for whichever method takes them."""
+    """Return the preset with the base flags, for those methods that take them."""
     leaves = dict(base)
     preset = leaves.pop("preset", "tiny")
     with about("base"):
@@ -267,7 +267,7 @@ def _base_config(base: Mapping[str, Any]) -> TrainConfig:
 def _settings(
     start: TrainConfig, group: str, axes: Any, tuned: Sequence[str], adds: bool
 ) -> Iterator[Setting]:
-    """Yield the settings of a group; `adds` the published one that each belongs to."""
+    """Yield the settings of a group; with `adds` also their published settings."""
     if not isinstance(axes, dict):
         raise ValueError(f"groups.{group}={axes!r} must be a table of flags")
 
@@ -343,8 +343,8 @@ def _checked(name: str, value: Any) -> Any:
         is_right = type(value) is kind or (kind is float and type(value) is int)
 
     if not is_right:
-        what = "a whole number or a word" if kind == COUNT_OR_WORD else kind.__name__
-        raise ValueError(f"{name}={value!r} must be of type {what}")
+        wanted = "a whole number or a word" if kind == COUNT_OR_WORD else kind.__name__
+        raise ValueError(f"{name}={value!r} must be of type {wanted}")
     if is_path:
         return without_tilde(str(value))
     return float(value) if kind is float else value
@@ -357,7 +357,7 @@ def best(
     keys: Sequence[Hashable],
     losses: Sequence[Sequence[float | None]],
 ) -> list[T]:
-    """Return the settings that go on, in the order they have."""
+    """Return the settings that go on, in their original order."""
     means = []
     for of_seeds in losses:
         finite = [math.inf if loss is None else loss for loss in of_seeds]

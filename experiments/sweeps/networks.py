@@ -1,9 +1,9 @@
 """The frontier over networks: seconds to a loss, by the simulator.
 
-Steps to the loss are those that runs took; what a step and its syncs take is simulated:
-the method's own schedule, the bytes of its messages as they were counted, equal links
-between all regions, and inner steps of a length that is given. What hosts take to
-encode and copy is left out.
+Steps to the loss are those of the runs. The seconds of a step and its syncs are
+simulated: the method's own schedule, the counted bytes of its messages, equal links
+between all regions, and inner steps of a fixed length. The time in which hosts encode
+and copy messages is left out.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ LATENCY_MS = (10.0, 50.0, 200.0)
 # Enough to see the pace; the rest goes on at that of the second half.
 INTERVALS = 8
 LEAST_STEPS = 40
-TOP = 3  # Of the table of who is there first.
+TOP = 3  # Rows of the table of the first arrivals.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """When a column of a cell has the loss, on one network."""
+    """When a column of a cell reaches the loss, on one network."""
 
     network: Network
     cell: Cell
     column: str  # "published" or "tuned".
     seconds: float  # To the loss, simulated.
-    stall_share: float  # Of the time, that regions wait.
+    stall_share: float  # Share of the time that regions wait.
 
 
 def networks(text: str) -> list[Network]:
@@ -81,7 +81,7 @@ def networks(text: str) -> list[Network]:
 def arrivals(
     report: Report, on: Sequence[Network], step_seconds: float
 ) -> Iterator[Arrival]:
-    """Yield when everything that gets to the reference's last loss is there."""
+    """Yield the arrivals of all columns that reach the reference's last loss."""
     for cell in report.cells:
         for name, column in cell.columns.items():
             needed = steps_to(column, report.target)
@@ -120,10 +120,10 @@ def simulated(
     num_steps: int,
     collective: str | None = None,
 ) -> Timeline:
-    """Simulate as much of a run as shows its pace.
+    """Simulate enough steps of a run to find its pace.
 
-    By default messages cross as processes send them: directly, one exchange after the
-    other.
+    By default messages cross as processes send them: directly, one exchange after
+    another.
     """
     schedule = exchanges.schedule_of(method)
     interval = schedule.sync_interval if schedule else 1
@@ -140,7 +140,7 @@ def simulated(
 
 
 def markdown(report: Report, arrivals: Sequence[Arrival], step_seconds: float) -> str:
-    """Return the table of who is there first."""
+    """Return the table of the first arrivals."""
     heads = ["network", *(f"{i}." for i in range(1, TOP + 1)), "the reference"]
     by_network: dict[Network, list[Arrival]] = {}
     for arrival in sorted(arrivals, key=lambda arrival: arrival.seconds):

@@ -1,4 +1,4 @@
-"""The cell that the others of a sweep are held against."""
+"""The reference of a sweep: the cell that the others are compared with."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from .rows import Row as Written
 from .rows import completed
 from .schedule import FINAL, Plan, cell_of, differing, rows_of
 
-# Where these differ, losses are of other models or texts; the rest is what is compared.
+# If these differ, losses are of other models or texts; other fields may differ.
 SAME = ("model", "data")
 
 
 def find(
     cells: Sequence[Cell], words: str | None, whose: str = "of these rows"
 ) -> Cell:
-    """Return the cell that others are held against."""
+    """Return the cell that the others are compared with."""
     if words is None:
         published = [(cell, cell.columns.get(PUBLISHED)) for cell in cells]
         finished = [cell for cell, column in published if column and column.loss]
@@ -45,7 +45,7 @@ def _first_loss(cell: Cell) -> float:
 def read(
     path: str, words: str | None, column: str, runs: Iterable[Mapping[str, Any]]
 ) -> Cell:
-    """Return the cell of a results file that runs are held against."""
+    """Return the cell of a results file that runs are compared with."""
     try:
         cells = report.load(path)
     except (OSError, ValueError) as error:
@@ -77,14 +77,14 @@ def read(
 
 
 def column_of(held: Cell, column: str) -> str:
-    """Return the reference's column: tuned, too, if it is the only one."""
+    """Return the reference's column; if it has only tuned, that one."""
     return TUNED if column == PUBLISHED and [*held.columns] == [TUNED] else column
 
 
 def _apart(
     held: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """List the fields of `SAME` that are not the same, with both values."""
+    """List the fields of `SAME` that differ, with both values."""
     return [
         (name, value, config[section].get(name))
         for section in SAME
@@ -96,7 +96,7 @@ def _apart(
 def check(
     words: str | None, column: str, plan: Plan | None, written: Sequence[Written]
 ) -> None:
-    """Refuse a reference that there will be no row of."""
+    """Refuse a reference that will have no row."""
     if column not in COLUMNS:
         raise ValueError(
             f"reference_column={column!r} is unknown; use one of {list(COLUMNS)}"
@@ -135,14 +135,14 @@ def check(
 
 
 def configs(plan: Plan, written: Sequence[Written]) -> Iterator[dict[str, Any]]:
-    """Yield the configurations of final runs, that are there and that are to be."""
+    """Yield the configurations of final runs, the finished and the planned ones."""
     yield from (row["config"] for row in written if row["stage"] == FINAL)
     final = rows_of(plan.grid, plan.grid.settings, plan.grid.seeds, FINAL)
     yield from (completed(row.config.to_json()) for row in final)
 
 
 def has_flags(config: dict[str, Any], words: str) -> bool:
-    """Tell whether a configuration, as JSON has it, has these flags.
+    """Return whether a configuration, in JSON's form, has these flags.
 
     >>> has_flags({"run": {"steps": 480}, "method": {"outer_lr": 1.0}}, "outer_lr=1")
     True
@@ -153,5 +153,5 @@ def has_flags(config: dict[str, Any], words: str) -> bool:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return how a value may be given: a grid may have 1 where the flag is 1.0."""
+    """Return the texts of a value: a grid may have 1 where the flag is 1.0."""
     return (str(value), f"{value:g}") if type(value) is float else (str(value),)

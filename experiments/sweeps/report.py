@@ -1,6 +1,6 @@
-"""The report of a sweep: report.md, frontier.png and cells.json, which is read too.
+"""The report of a sweep: report.md, frontier.png and cells.json.
 
-Plans, fits and other sweeps are made from what cells.json keeps.
+Plans, fits and other sweeps read cells.json.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ OF_A_COLUMN = ("loss", "less the reference", "steps to its loss")
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Cells, held against one of them."""
+    """Cells, compared with a reference."""
 
     cells: Sequence[Cell]
-    reference: Cell  # The cell, and which column of it.
-    reference_column: str = PUBLISHED  # "published" or "tuned".
-    # The file that the reference is of; none is one of the cells.
+    reference: Cell  # The cell that others are compared with.
+    reference_column: str = PUBLISHED  # Its column, "published" or "tuned".
+    # The file of the reference; empty if it is one of the cells.
     reference_from: str = ""
 
     def __post_init__(self):
@@ -52,7 +52,7 @@ class Report:
 
     @property
     def target(self) -> Column:
-        """What all are held against."""
+        """The column that all are compared with."""
         return self.reference.columns[self.reference_column]
 
     def best(self) -> list[Cell]:
@@ -80,7 +80,7 @@ class Report:
         return ["bytes a step", *names, "steps to the reference"]
 
     def short_lines(self) -> list[list[str]]:
-        """Return its lines: losses, and the steps of what did best."""
+        """Return the lines of that table: losses, and steps to the reference."""
         lines = []
         for cell in self.cells:
             last = _last(cell)
@@ -295,8 +295,8 @@ def _plain(interval: Interval | None) -> dict[str, Any] | None:
 def _curves(column: Column) -> dict[str, list[list[float]]]:
     """Return (step, loss, bytes), means over the seeds, and the losses of each seed.
 
-    All are of the steps at which all seeds were evaluated. `curves_outer` has the
-    losses of the outer parameters; rows of earlier versions have none.
+    They have the steps at which all seeds were evaluated. `curves_outer` has the losses
+    of the outer parameters; rows of earlier versions have none.
     """
     if not column.rows:
         return {"curve": [], "curves": []}
@@ -320,7 +320,7 @@ def _curves(column: Column) -> dict[str, list[list[float]]]:
 def read_cells(
     path: str | pathlib.Path, make: Callable[[Sequence[Mapping[str, Any]]], T]
 ) -> T:
-    """Return what `make` makes of the cells in a cells.json."""
+    """Return `make(cells)` of the cells in a cells.json."""
     table = read_table(path)
     try:
         return make(table["cells"])
@@ -331,19 +331,19 @@ def read_cells(
 
 
 def column_of(cell: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the tuned column of a cell as cells.json has it, or else the published.
+    """Return the tuned column of a cell in cells.json, or else the published one.
 
-    None is a cell that was not run to the end of either.
+    None if neither was run to the end.
     """
     columns = cell["columns"]
     return columns.get(TUNED) or columns.get(PUBLISHED)
 
 
 def load(path: str | pathlib.Path) -> list[Cell]:
-    """Return the cells of a cells.json, to hold others against.
+    """Return the cells of a cells.json, as references.
 
-    Their rows have seeds and last losses, which is what differences and steps to a loss
-    need of a reference, and no curves.
+    Their rows have seeds and last losses, which differences and steps to a loss need of
+    a reference, but no curves.
     """
     return read_cells(path, _cells)
 

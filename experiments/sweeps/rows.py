@@ -1,10 +1,10 @@
-"""The file of rows: one JSON object a line, appended whole or not at all.
+"""The file of rows: one JSON object a line, appended completely or not at all.
 
-What a run of a sweep is known by are the settings in which it differs from defaults. A
-setting at its default is left out of a key, so that a field which a configuration is
-given later, with the default that does what was done before, leaves all keys as they
-are. What is written of a run is known by the whole configuration that is written with
-it, never by a key: a field whose default has changed since makes another run of it.
+The key of a run is made of the settings that differ from their defaults. Settings at
+their default are left out, so a field that is added later, with a default that changes
+nothing, leaves all keys as they are. A row in a file is identified by the full
+configuration that is written in it, never by a written key: if the default of a field
+has changed since, it is another run.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ Config = Mapping[str, Any]  # As `TrainConfig.to_json` has it.
 def append(folder: pathlib.Path, row: Mapping[str, Any]) -> None:
     """Append a row; several processes may do so at once.
 
-    What a killed process left of a line is dropped first.
+    An incomplete last line, of a process that was killed, is dropped first.
     """
     line = json.dumps(row).encode() + b"\n"
     path = folder / FILE
@@ -44,12 +44,11 @@ def append(folder: pathlib.Path, row: Mapping[str, Any]) -> None:
 
 
 def read(folder: pathlib.Path) -> list[Row]:
-    """Return the rows of a folder, each once, the newest of each.
+    """Return the rows of a folder; of several rows of one run, the newest.
 
-    Files of other machines, put beside as rows-NAME.jsonl, count too. A last line that
-    is still being written, or was cut off by a kill, is left out. Keys are those of the
-    configuration that is written in the row, with today's defaults for the fields that
-    it did not have yet.
+    Files of other machines, copied there as rows-NAME.jsonl, count too. A last line
+    that is still being written, or was cut off by a kill, is left out. Keys are made
+    from the configuration in the row, with today's defaults for fields that it lacks.
     """
     newest: dict[str, Row] = {}
     for path in sorted(folder.glob("rows*.jsonl")):
@@ -59,10 +58,10 @@ def read(folder: pathlib.Path) -> list[Row]:
 
 
 def check_texts(rows: Sequence[Row]) -> None:
-    """Refuse rows of one data set whose text differs: their losses do not compare.
+    """Refuse rows of one data set whose text differs: their losses cannot be compared.
 
     The same flags may read other files on another machine, or later. Rows of earlier
-    versions do not say what they read.
+    versions have no digest of their text.
     """
     first: dict[str, Row] = {}
     for row in rows:
@@ -102,7 +101,7 @@ def run_key(config: Config) -> str:
 
 
 def setting_key(config: Config) -> str:
-    """Return what the runs of a setting have in common, whatever their seeds."""
+    """Return a key that the runs of a setting share, whatever their seeds."""
     same = dict(config)
     for section in ("run", "data"):
         same[section] = {n: v for n, v in config[section].items() if n != "seed"}
@@ -110,11 +109,10 @@ def setting_key(config: Config) -> str:
 
 
 def completed(config: Config) -> dict[str, Any]:
-    """Return a written configuration with the fields that were not there yet.
+    """Return a written configuration, completed by fields that are newer than it.
 
-    What this version does not know stays as it is: such a run is no run of today's.
-    Arguments that a method was not given are there too, as None: they may have another
-    default one day.
+    Fields that this version does not know stay: such a run equals none of today's.
+    Arguments that the method was not given are None, because their defaults may change.
     """
     return dict(config) | {
         section: _defaults(section, config[section]) | dict(config[section])

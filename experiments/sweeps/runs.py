@@ -1,8 +1,8 @@
-"""The rows of a grid as runs, one after the other in one process.
+"""The rows of a grid as runs, one after another in one process.
 
-Rows whose programs are equal, the seeds of one setting, share one `RegionProgram`;
-rows whose programs are equal in part (the inner steps of two outer learning rates)
-share what XLA compiled, by the cache that every command has.
+Rows with equal programs, the seeds of one setting, share one `RegionProgram`. Rows
+whose programs are equal in part (the inner steps of two outer learning rates) share
+compiled programs through the compilation cache.
 """
 
 import dataclasses
@@ -33,8 +33,9 @@ from .grid import Setting
 from .rows import completed, run_key
 
 RUNS = "runs"
-# Settings whose compiled programs stay, 180 MB each (tiny). When they are dropped, the
-# next setting compiles small programs anew that it shares with them, in seconds.
+# Settings whose compiled programs are kept, 180 MB each (tiny). When they are dropped,
+# the next setting compiles the small programs that it shares with them again, in
+# seconds.
 _KEPT_PROGRAMS = 8
 open_text = functools.lru_cache(maxsize=8)(load)
 
@@ -50,17 +51,17 @@ class Row:
 
     @functools.cached_property
     def config(self) -> TrainConfig:
-        """Of the run."""
+        """The configuration of the run."""
         return self.setting.config.replace(seed=self.seed)
 
     @functools.cached_property
     def row_id(self) -> str:
-        """What its folder and its line are known by."""
+        """The name of its folder and its line."""
         return run_key(self.config.to_json())
 
     @property
     def role(self) -> dict[str, Any]:
-        """What it is for, as it is written."""
+        """Its part in the sweep, in the form that is written."""
         return {
             "name": self.setting.name,
             "stage": self.stage,
@@ -75,7 +76,7 @@ class Row:
 
 
 def check(settings: Sequence[Setting]) -> None:
-    """Build the program of every setting, and none twice; compiles nothing."""
+    """Build the program of every setting once; compiles nothing."""
     # JAX makes its CPU devices once: as many as the row that needs most.
     for setting in sorted(settings, key=_num_devices, reverse=True)[:1]:
         with about(setting.name):
@@ -97,7 +98,7 @@ def check(settings: Sequence[Setting]) -> None:
 
 
 def check_data(settings: Sequence[Setting], seed: int) -> None:
-    """Open the data of every setting, and none twice, as `prepare` will."""
+    """Open the data of every setting once, as `prepare` will."""
     seen: set[tuple] = set()
     for setting in settings:
         config = setting.config.replace(seed=seed)
@@ -133,7 +134,7 @@ def _num_devices(setting: Setting) -> int:
 
 
 class Trainer:
-    """Trains rows; what the row before has built is used again where it is the same."""
+    """Trains rows, and reuses data and programs of the row before if they are equal."""
 
     def __init__(self, folder: pathlib.Path, keep_runs: bool, console: Console):
         self._folder = folder / RUNS
@@ -173,7 +174,7 @@ class Trainer:
             return diverged(row, session.model, str(error))
 
     def forget(self, row: Row) -> None:
-        """Delete the files of a row that is written down, unless they are to stay."""
+        """Delete the files of a row that was written, unless runs are kept."""
         if not self._keep:
             shutil.rmtree(self._folder / row.row_id, ignore_errors=True)
 
@@ -186,7 +187,7 @@ def trained(
     curve_outer: Sequence[Sequence[float]],
     fragment_bytes: Mapping[int, float],
 ) -> dict[str, Any]:
-    """Return a finished row as it is to be written.
+    """Return the line of a finished row.
 
     Args:
       row: the trial.
@@ -224,7 +225,7 @@ def trained(
 
 
 def diverged(row: Row, model: models.TransformerConfig, why: str) -> dict[str, Any]:
-    """Return a row that diverged as it is to be written."""
+    """Return the line of a row that diverged."""
     return {
         **_head(row, model),
         "loss": None,
@@ -249,7 +250,7 @@ def _head(row: Row, model: models.TransformerConfig) -> dict[str, Any]:
 
 
 def _fragment_bytes(session: Session, run: Run) -> dict[int, float]:
-    """Return the mean bytes of each fragment's messages; of a step, if all go."""
+    """Return the mean bytes of each fragment's messages, or of a step's exchange."""
     if session.program.bytes_per_step:
         return {0: float(session.program.bytes_per_step)}
     sizes: dict[int, list[float]] = {}

@@ -17,19 +17,19 @@ from .rows import Row as Written
 from .runs import Row
 
 FINAL = "final"
-# What does not change which cell of a table a run belongs to, besides what is tuned.
+# Fields that do not change the cell of a run, besides the tuned ones.
 BESIDES = ("seed", "log_every", "eval_every", "checkpoint_every")
 
 
 def cell_of(config: dict[str, Any], tuned: Sequence[str]) -> str:
-    """Return what runs have in common that differ in seed and what is tuned."""
+    """Return a key that runs share which differ only in seed and tuned flags."""
     without = {*BESIDES, *tuned}
     same = {n: v for n, v in flat(config).items() if n not in without}
     return json.dumps(same, sort_keys=True)
 
 
 def differing(configs: Sequence[Mapping[str, Any]], tuned: Sequence[str]) -> list[str]:
-    """List the flags by which configurations are of different cells."""
+    """List the flags that put configurations into different cells."""
     without = {*BESIDES, *tuned}
     names = dict.fromkeys(name for flags in configs for name in flags)
     return [
@@ -47,17 +47,17 @@ def rows_of(
     stage: str,
     steps: int | None = None,
 ) -> list[Row]:
-    """Return the rows of some of a grid's settings, all seeds of each together."""
+    """Return the rows of some settings of a grid, with the seeds of each together."""
     at = [s.at(steps) if steps else s for s in settings]
     return [Row(s, seed, stage, grid.tuned) for s in at for seed in seeds]
 
 
 def assign(written: Sequence[Written], grid: Grid | None) -> list[Written]:
-    """Return rows with the roles that the grid asked for now has for them.
+    """Return rows with the roles that they have in the present grid.
 
-    A folder outlives its grid: rows are added, halving is given up, a flag is tuned
-    that was not. A run is the same run then, but what it was trained as no longer says
-    which column of which cell it belongs to.
+    A folder may be used with a changed grid: with more rows, without halving, or with
+    another tuned flag. The runs are the same, but the role that is written in a row no
+    longer tells its column and its cell.
     """
     if grid is None:
         return list(written)
@@ -86,7 +86,7 @@ class Plan:
     chosen: set[str] = dataclasses.field(default_factory=set)
 
     def _key(self, setting: Setting) -> Hashable:
-        """Return what a setting competes under."""
+        """Return the key under which a setting competes."""
         config = setting.config.to_json()
         halving = self.grid.halving
         if halving is None or not halving.by:
@@ -97,7 +97,7 @@ class Plan:
     def stages(
         self, results: Callable[[], Mapping[str, Written]]
     ) -> Iterator[list[Row]]:
-        """Yield the rows of each stage; the next is asked for when all are written."""
+        """Yield the rows of each stage; call for the next when all are written."""
         settings = list(self.grid.settings)
         halving = self.grid.halving
         for rung in range(len(halving.rungs)) if halving else ():
@@ -134,13 +134,13 @@ class Plan:
         yield rows_of(self.grid, settings, self.grid.seeds, FINAL)
 
     def own(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows of a stage that are this shard's: all seeds of a setting."""
+        """Return this shard's rows of a stage; all seeds of a setting are in one shard."""
         keys = list(dict.fromkeys(row.setting.key for row in rows))
         of_shard = keys[self.shard - 1 :: self.num_shards]
         return [row for row in rows if row.setting.key in of_shard]
 
     def total(self) -> tuple[int, float]:
-        """Return the rows of all stages, of all shards, and what they cost."""
+        """Return the number of rows of all stages and shards, and their cost."""
         final = rows_of(self.grid, self.grid.settings, self.grid.seeds, FINAL)
         costs = [row.cost for row in final]
         halving = self.grid.halving
@@ -170,12 +170,12 @@ class Plan:
         return count + num_final, cost + num_final * statistics.fmean(costs)
 
     def to_json(self, others: Collection[str] = ()) -> dict[str, Any]:
-        """Return the rungs that are over, and what won once all are, beside others."""
+        """Return the finished rungs, and the winners once all are finished."""
         return {"rungs": self.history, "chosen": sorted({*self.chosen, *others})}
 
 
 class Progress:
-    """How far a sweep is, and how long the rest takes at the pace of this process."""
+    """The progress of a sweep, and the time left at the pace of this process."""
 
     def __init__(self, plan: Plan, clock: Callable[[], float] = time.monotonic):
         self._plan = plan
@@ -187,7 +187,7 @@ class Progress:
         self._began_s = clock()
 
     def found(self, row: Row) -> None:
-        """Count a row that was written by another process, or before."""
+        """Count a row that another process or an earlier run has written."""
         self._num_done += 1
         self._cost_done += row.cost
 
@@ -197,7 +197,7 @@ class Progress:
         self._own_cost += row.cost
 
     def line(self, row: Row) -> str:
-        """Return what to say as a row begins."""
+        """Return the line to print as a row begins."""
         left = ""
         if self._own_cost:
             pace = (self._clock() - self._began_s) / self._own_cost
