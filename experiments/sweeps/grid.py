@@ -107,7 +107,7 @@ class Halving:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Self:
-        """Return what a table of a grid file says."""
+        """Read a table of a grid file."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         needed = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
         if odd := sorted((table.keys() - fields.keys()) | (needed - table.keys())):
@@ -189,7 +189,7 @@ def read(path: str | os.PathLike[str]) -> Grid:
 
 
 def from_table(table: Mapping[str, Any]) -> Grid:
-    """Return the grid of a table as a grid file has it; see `read`."""
+    """Return the grid of a grid file's table; see `read`."""
     if odd := sorted(table.keys() - set(KEYS)):
         raise ValueError(f"grid has unknown keys {odd}; it may have {list(KEYS)}")
     for key in ("base", "halving"):

@@ -134,7 +134,7 @@ class Plan:
         yield rows_of(self.grid, settings, self.grid.seeds, FINAL)
 
     def own(self, rows: Sequence[Row]) -> list[Row]:
-        """Return this shard's rows of a stage; all seeds of a setting are in one shard."""
+        """Return this shard's rows of a stage; a setting's seeds stay together."""
         keys = list(dict.fromkeys(row.setting.key for row in rows))
         of_shard = keys[self.shard - 1 :: self.num_shards]
         return [row for row in rows if row.setting.key in of_shard]
