@@ -122,14 +122,14 @@ def check_inner_state(
 
 
 def _refuse(kinds: set[str]) -> None:
-    """Refuse an inner optimizer that no region can have."""
+    """Raise ValueError for inner optimizers that regions do not support."""
     for kind, reason in inner_state.REFUSED.items():
         if kind in kinds:
             raise ValueError(f"the inner optimizer is not for regions: {reason}")
 
 
 def check_passed(state: PyTree) -> None:
-    """Refuse an optimizer that needs what `RegionProgram` does not pass to it."""
+    """Refuse an optimizer that needs arguments that `RegionProgram` does not pass."""
     kinds = inner_state.kinds_in(state)
     _refuse(kinds)
 
@@ -148,7 +148,7 @@ def check_passed(state: PyTree) -> None:
 
 
 def check_arrays(params: PyTree) -> None:
-    """Refuse parameters that are not all arrays, of a path each, or are none."""
+    """Refuse empty parameters, leaves that are not arrays, and paths that repeat."""
     leaves = distinct_leaves(params)
     if not leaves:
         raise ValueError("params has no arrays: there is nothing to train")
@@ -164,7 +164,7 @@ def check_arrays(params: PyTree) -> None:
 
 
 def check_params(params: PyTree) -> None:
-    """Refuse parameters that are not real floating point, and have no mean."""
+    """Refuse parameters that are not real floating point, which have no mean."""
     for path, leaf in named_leaves(params):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
@@ -242,7 +242,7 @@ def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None
 def check_counts(
     method: Method, fragments: Fragments, user_inputs: UserInputs, params: PyTree
 ) -> None:
-    """Refuse marks of token counts that mark nothing, or not what a mean reads.
+    """Refuse `token_counts` that marks no leaf, or not the counts that a mean reads.
 
     `params` are all parameters, also those that are not trained.
     """
@@ -295,7 +295,7 @@ def check_inside(method: Method, user_inputs: UserInputs) -> None:
 
 
 def unboxed(fragments: Fragments, params: PyTree) -> Fragments:
-    """Return fragments of `params`, of the same names whether leaves are boxed or not.
+    """Return fragments of `params` with the same names for boxed and bare leaves.
 
     Flax NNX gives `init` its variables, and `update` the arrays in them.
     """

@@ -1,8 +1,8 @@
 """A whole method as one Optax transform: `synchronized`.
 
-For your own training loop. Regions are a mapped axis: of `jax.vmap`, on one device or
-over a mesh (`spmd_axis_name`), or of a mesh inside `jax.shard_map`. Each update takes
-an inner optimizer step, then applies the events that are due:
+It is for your own training loop. Regions are a mapped axis: of `jax.vmap`, on one
+device or over a mesh (`spmd_axis_name`), or of a mesh inside `jax.shard_map`. Each
+update takes an inner optimizer step, then applies the events that are due:
 
     updates, state = inner.update(gradients, state)
     each fragment whose mean is due:    outer step and merge    `core.sync.finish`
@@ -110,13 +110,13 @@ def synchronized(
       inner: optimizer of a region's own steps.
       method: from `cocodc_jax.methods`, or the name of one, with its defaults. Not
         supported: asynchronous regions, measured schedules, adaptive rank, and robust
-        means. Ignored: where a `SharedOuter` is placed (the caller's mesh says), and
-        `Method.inner`, also that a sign needs another learning rate than a gradient.
+        means. Ignored: the placement of a `SharedOuter`, which the caller's mesh
+        decides, and `Method.inner`, also its learning rate for steps by signs.
       axis_name: name of the region axis.
       num_regions: M, checked before tracing; None takes the axis size.
       fragments: how to cut the parameters; by default as the method does.
-      user_inputs: what only the user knows, for merges that need it, and `on_merge` for
-        an `inner` that holds a copy of the parameters.
+      user_inputs: inputs that only the user can provide, for merges that need them, and
+        `on_merge` for an `inner` that holds a copy of the parameters.
 
     >>> tx = synchronized(optax.sgd(0.1), "diloco", axis_name="region", num_regions=2)
     >>> state = tx.init({"w": jnp.zeros(3)})

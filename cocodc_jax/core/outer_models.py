@@ -1,7 +1,7 @@
 """Outer models in a transform: one for all regions, or one for each.
 
-Every function is of one region and one fragment. `outer_model` chooses; nothing else in
-a transform knows which kind it has.
+Every function computes for one region and one fragment. `outer_model` chooses the kind;
+no other code of a transform depends on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PyTree = Any
 
 
 class Kept(NamedTuple):
-    """What a region keeps of a fragment between syncs."""
+    """The state of a region's fragment between syncs."""
 
     outer: Fragment  # Outer parameters, at least float32.
     opt_state: PyTree  # Of the outer optimizer.
@@ -45,7 +45,7 @@ class OuterModel(Protocol):
     """How fragments leave an outer model, and means arrive at it."""
 
     def init(self, outer: Fragment) -> tuple[Kept, PyTree]:
-        """Return what is kept before the first step, and the shapes of a mean."""
+        """Return the state before the first step, and the shapes of a mean."""
         ...
 
     def num_bytes(self, outer: Fragment, num_regions: int) -> int:
@@ -59,7 +59,7 @@ class OuterModel(Protocol):
     def start(
         self, axis: NamedAxis, kept: Kept, leaving: Leaving
     ) -> tuple[PyTree, Kept]:
-        """Send a fragment; return the mean, and what is kept."""
+        """Send a fragment; return the mean, and the new state."""
         ...
 
     def finish(
@@ -223,7 +223,7 @@ class _SharedFinishing:
 
 @dataclasses.dataclass(frozen=True)
 class _RegionalModel:
-    """An outer model of each region's own."""
+    """An outer model for each region."""
 
     sync: Sync
     outer: RegionalOuter

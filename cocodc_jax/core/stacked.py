@@ -1,8 +1,8 @@
 """A method for a trainer that owns its step: `stacked`.
 
-A trainer calls `tx.update(grads, state, params)` in a step of its own and has no place
-for an axis of regions. Its parameters have one, as the leading axis of every leaf, and
-its loss is the mean over regions:
+A trainer calls `tx.update(grads, state, params)` in its own step, and its code has no
+region axis. Its parameters have one, as the leading axis of every leaf, and its loss is
+the mean over regions:
 
     loss = jnp.mean(jax.vmap(loss_of_one_region)(params, batches))
 
@@ -48,9 +48,9 @@ def stacked(
     """Train all regions in one step of any trainer, as its optimizer.
 
     Parameters, gradients and updates have leaves `[M, ...]`, on one device or with M
-    over a mesh. The state is a `SynchronizedState`: what differs between regions has
-    leaves `[M, ...]`, and what is equal in all of them (the outer model, messages in
-    flight) has one copy. Extra arguments of `update` are passed on as they are, to each
+    over a mesh. The state is a `SynchronizedState`: regional values have leaves
+    `[M, ...]`, and values that are equal in all regions (the outer model, messages in
+    flight) have one copy. Extra arguments of `update` are passed unchanged to each
     region, if `inner` takes them.
 
     Args:
@@ -62,9 +62,9 @@ def stacked(
       loss: how the trainer's loss combines those of regions. "mean" multiplies
         gradients by M; "sum", or a gradient taken for each region, leaves them.
       fragments: how to cut one region's parameters; by default as the method does.
-      user_inputs: what only the user knows, see `synchronized`.
-      spmd_axis_name: name of the mesh axis over which regions are; needed where the
-        optimizer has sharding constraints of its own.
+      user_inputs: inputs that only the user can provide, see `synchronized`.
+      spmd_axis_name: name of the mesh axis that shards the regions; needed if the
+        optimizer has sharding constraints.
 
     >>> tx = stacked(optax.sgd(1.0), "diloco", num_regions=2)
     >>> params = {"w": jnp.zeros((2, 3))}

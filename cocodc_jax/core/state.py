@@ -165,8 +165,9 @@ class SyncState:
     def arrays(self) -> dict[str, PyTree]:
         """All arrays to checkpoint; waits for means that come from other regions.
 
-        Observations are not included: the schedule reads them before a save. Nor is
-        what `ARRIVED` with a mean: after a restore, it is merged without.
+        Observations are not included, as the schedule reads them before a save. Values
+        that `ARRIVED` with a mean are not either: after a restore, the mean is merged
+        without them.
         """
         in_flight = {}
         for (k, start_step), flight in self.in_flight.items():

@@ -13,10 +13,10 @@ other regions, travels while the inner steps go on, and comes back as a mean:
 A fragment is a flat dict of arrays. Pseudo-gradients Delta are old minus new, so that
 descent is minus. `theta^g_p` and the outer state are equal in all regions.
 
-`leave` is code that holds some regions (`sync.axis.Axis`); what crosses is up to who
-calls it. `start` and `finish` are the order of things, and nothing else: the stages
-that they call are functions of a transform, parts of one compiled program, or programs
-of their own with arrays that move between devices in between.
+`leave` computes for the regions that a program holds (`sync.axis.Axis`); its caller
+sends what it returns. `start` and `finish` only fix the order of the stages. The stages
+are functions of a transform, parts of one compiled program, or separate programs, with
+arrays that move between devices in between.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class Measured(NamedTuple):
 class Left(NamedTuple):
     """What crosses regions."""
 
-    # By the message's way: the sum, the messages of the regions, or their block's sum.
+    # By the message's way: the sum, the regions' messages, or their block's sum.
     sent: PyTree
     # Of the regions in the mean, if messages are gathered; else `()`.
     weights: Any = ()
@@ -81,7 +81,7 @@ class Crossing(Protocol):
 
 
 class Finishing(Protocol):
-    """Where a fragment's outer model is stepped and merged: the stages of `finish`."""
+    """How a fragment's outer model is stepped and merged: the stages of `finish`."""
 
     def remember(self, memory: PyTree) -> PyTree:
         """Feed what the merge drops into the compressors' state, see `remember`."""
@@ -209,13 +209,13 @@ def leave(
     *,
     are_partial: bool = True,
 ) -> tuple[Left, PyTree]:
-    """Begin to cross with the messages of the regions that are held.
+    """Begin to send the messages of the regions that are held.
 
-    Arguments are results of `encode_all`, and as there. Returns what crosses, and the
+    Arguments are results of `encode_all`, or as there. Returns what crosses, and the
     memories.
     """
     message = sync.message
-    if message.way == GATHERED:  # Judged on arrival, by the messages of all.
+    if message.way == GATHERED:  # Filtered on arrival, by the messages of all.
         return Left(sent, weights), memory
 
     extras = {}
@@ -375,9 +375,8 @@ def gap(
     """Measure how far regions are from an outer fragment, per parameter.
 
     "drift" is the sum over regions of |theta^g - theta^m|, "distance" the mean over
-    regions of its square, "tokens" what experts saw; see `sync.needs`, also for
-    `token_counts`. Where `local` is of some regions, `[R, ...]`, sum the result over
-    all.
+    regions of its square, "tokens" the tokens of experts; see `sync.needs`, also for
+    `token_counts`. If `local` has only some regions, `[R, ...]`, sum the results.
     """
     if name == "tokens":
         return _tokens(outer, local, token_counts) / num_regions
@@ -440,7 +439,7 @@ def leave_regional(
     key_data: jax.Array,
     row: jax.Array,
 ) -> tuple[PyTree, PyTree]:
-    """Encode for regional outer models, and begin to cross; see `leave`.
+    """Encode for regional outer models, and begin to send; see `leave`.
 
     `params` and `state` are of the outer models of the regions that are held; for `row`
     see `RegionalOuter.leave`. Returns what crosses, and the outer states.
@@ -461,7 +460,7 @@ def leave_regional(
 
 
 def regional_compressor(sync: Sync) -> Compressor:
-    """Return what encodes the messages of regional outer models."""
+    """Return the compressor of regional outer models' messages."""
     return sync.message.compressor() or identity()
 
 
@@ -472,10 +471,11 @@ def receive(
     arrived: PyTree,
     num_regions: int,
 ) -> tuple[Fragment, PyTree, jax.Array]:
-    """Step one region's own outer model; the last is the pseudo-gradient's norm.
+    """Step one region's outer model; the last result is the pseudo-gradient's norm.
 
-    A region that no other, nor itself, sent a finite message takes no step, but reports
-    the norm. If a mean is of all regions, they step by it, so that it is seen.
+    A region that received no finite message, not even its own, takes no step, but
+    reports the norm. If the mean is of all regions, they step by it even if it is not
+    finite, so that the error is visible.
     """
     new_params, new_state = outer.receive(params, state, arrived, num_regions)
     mean = getattr(arrived, "pseudo_gradient", arrived)
@@ -500,7 +500,7 @@ def make_correct(
 ) -> Callable | None:
     """Make `correct(gradient, params, outer) -> gradient` of one region, or None.
 
-    It bends inner gradients; `outer` has the outer fragments, and their states.
+    It corrects inner gradients; `outer` has the outer fragments, and their states.
     """
     outer = sync.outer if sync else None
     if not isinstance(outer, RegionalOuter) or outer.correct is None:

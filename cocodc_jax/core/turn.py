@@ -55,17 +55,17 @@ class Part(NamedTuple):
 
     @property
     def kept(self) -> Kept:
-        """What the region keeps between syncs."""
+        """The state between syncs."""
         return Kept(self.outer, self.opt_states, self.memories)
 
     def with_kept(self, kept: Kept) -> Part:
-        """Return a copy with this kept between syncs."""
+        """Return a copy with another state between syncs."""
         return self._replace(
             outer=kept.outer, opt_states=kept.opt_state, memories=kept.memory
         )
 
     def with_flight_of(self, other: Part) -> Part:
-        """Take what is in flight from another."""
+        """Return a copy with the fields in flight of another."""
         return self._replace(means=other.means, copies=other.copies, stale=other.stale)
 
 
@@ -174,7 +174,7 @@ class Turn:
 
     @property
     def schedule(self) -> Slotted:
-        """Of the syncs."""
+        """The schedule of the syncs."""
         return _slotted(self.sync)
 
     @property
@@ -215,7 +215,7 @@ class Turn:
         return functools.partial(inner_state.merge_opt_state, on_merge=hook)
 
     def _read(self, region: Region, k: int | None = None) -> Region:
-        """Return what of a region is read, by fragment k if given.
+        """Return the parts of a region that are read, by fragment k if given.
 
         Updates are carried beside it: a second carry would be copied at every step.
         """
@@ -307,7 +307,7 @@ class Turn:
         def gaps(
             name: str, zeros: jax.Array, region: Region, parts: list[Part]
         ) -> jax.Array:
-            del zeros  # What is returned where there is no slot.
+            del zeros  # The result if there is no slot.
 
             gap_of_fragment = []
             for k, part in enumerate(parts):
@@ -394,7 +394,7 @@ class Turn:
         )
 
     def seen(self, k: int, part: Part, region: Region) -> needs.MergeContext:
-        """Return what a merge may ask for, but for what its model fills in."""
+        """Return the context of a merge, without the fields that its model fills in."""
         delay_steps = self.schedule.delay_steps
         rate = self.user_inputs.learning_rate
         if callable(rate):

@@ -99,8 +99,8 @@ class OnOuterMesh(Exchange):
     def arriving(self, sync_id: tuple[int, int], rank: int) -> Callable:
         """Return the function that averages a sync.
 
-        From all regions' rows, on the outer device, and weights to the mean and what
-        arrives with it.
+        It takes all regions' rows, on the outer device, and the weights; it returns the
+        mean and what arrives with it.
         """
         k, start_step = sync_id
         combine = self._combine(k, rank)
@@ -188,7 +188,7 @@ class OnOuterMesh(Exchange):
         def filtered(
             rows: jax.Array, weights: jax.Array
         ) -> tuple[jax.Array, jax.Array, Extras]:
-            """Check uncompressed messages by their lengths, and leave some out."""
+            """Filter uncompressed messages by their lengths."""
             if robust is None:
                 return sync.counted(rows, weights), weights, {}
 
@@ -219,7 +219,7 @@ class OnOuterMesh(Exchange):
             key = key_of(k, start_step)
             return sync.message.average.after(mean, like, key), extras
 
-        # Each process its part, if a region's processes shard the outer state.
+        # Each process has its part, if a region's processes shard the outer state.
         of_mean = host if self.is_alone else spec.place.lay(k, like)
         return spec.devices.jit(combine, out_shardings=(of_mean, host))
 

@@ -1,10 +1,11 @@
 """All-reduce and all-gather with the fewest possible network delays.
 
-The backend's ring algorithms (gloo) pass 2 (M - 1) partial sums or M - 1 messages on,
-one after the other, and each waits for the network's delay. Here an all-reduce takes
-two delays: each shard sends every other its part of the vector, sums the parts that it
-receives, and sends the sum to all. The bytes are the same, and all shards get the same
-bits. An all-gather takes one delay: each shard sends its message to every other.
+The backend's ring algorithms (gloo) pass 2 (M - 1) partial sums or M - 1 messages
+around the ring, one after another, and each waits for the network's delay. Here an
+all-reduce takes two delays: each shard sends every other its part of the vector, sums
+the parts that it receives, and sends the sum to all. The bytes are the same, and all
+shards get the same bits. An all-gather takes one delay: each shard sends its message to
+every other.
 
 `direct_sum` and `direct_gather` run inside a `shard_map`; `sum_over_processes` and
 `gather_from_processes` run either algorithm over the outer mesh. `mean_for_all` and

@@ -54,12 +54,12 @@ from cocodc_jax.sync.schedules.base import Event
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """What merges need of the caller, who takes the inner steps.
+    """What merges need of the caller, which takes the inner steps.
 
     Attributes:
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
         see there.
-      user_inputs: what only the user knows.
+      user_inputs: inputs that only the user can provide.
       optimizer: the inner optimizer, for its first state.
       model_state: of the model, None if it has none.
       on_merge: what a merge does to one region's inner optimizer state, None if
@@ -330,9 +330,9 @@ class MeshCrossing:
     """How a fragment crosses in a program of the mesh, a `core.sync.Crossing`.
 
     The collectives have two halves: `leave` and `cross` begin them, `arrive` computes
-    the mean. Between them is nothing, or, where regions share a fabric, a scan of inner
-    steps that hides them (`segment.py`). A compressed message stays compressed: the
-    encoded arrays are all-gathered, and each device decodes them.
+    the mean. If regions share a fabric, a scan of inner steps may be between them,
+    which hides the collectives (`segment.py`). A compressed message stays compressed:
+    the encoded arrays are all-gathered, and each device decodes them.
 
     Attributes:
       spec: of the message's rank.
@@ -370,7 +370,8 @@ class MeshCrossing:
             return copies, shares_everywhere(mesh, (leaving.sent, leaving.weights))
 
         if message.way == GATHERED:
-            # The weights too: otherwise decoding each message waits for its weight.
+            # The weights too: otherwise the decoding of each message waits for its
+            # weight.
             return copies, everywhere(mesh, leaving)
 
         return copies, leaving

@@ -1,7 +1,7 @@
-"""What compiles and runs the programs of a run: devices, or a recorder that lists them.
+"""Devices that compile and run the programs of a run, or a recorder that lists them.
 
-With a `Recorder` the code that trains goes through a schedule with shapes in place of
-arrays, so what is listed, for compiling ahead, is what a run compiles.
+With a `Recorder` the code that trains runs a schedule with shapes in place of arrays.
+So the listed programs, which are compiled ahead, are those that a run compiles.
 """
 
 import functools
@@ -62,7 +62,7 @@ class Devices:
 
 
 class Recorder(Devices):
-    """Runs nothing: evaluates shapes, and lists the programs that are called."""
+    """Evaluates shapes and lists the programs that are called, but runs none."""
 
     is_real = False
 
@@ -111,7 +111,7 @@ class Recorder(Devices):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
     def read(self, x: Any) -> np.ndarray:
-        """Return ones as measurements, all equal, zeros as verdicts and counts."""
+        """Return ones for measurements, which are equal, zeros for verdicts and counts."""
         return np.full(x.shape, np.issubdtype(x.dtype, np.floating), x.dtype)
 
 

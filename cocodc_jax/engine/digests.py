@@ -1,6 +1,6 @@
 r"""Digests of outer fragments: a few bytes by which regions compare their outer models.
 
-The values of a leaf are dealt out to lanes, a row at a time. With b the bits of a
+The values of a leaf are distributed to lanes, a row at a time. With b the bits of a
 lane's next value x, t a random sign of the row, and a, p, q = 0 at first,
 
     a <- (a ^ b) C mod 2^32,  a <- a ^ a >> 15,    p <- p + t x,    q <- q + x^2
@@ -14,7 +14,7 @@ Every step is a bijection of a and every multiplier is odd, so one changed value
 changes `first`. Sums of integers modulo 2^32 do not depend on their order, and those of
 floats are short. (One pass at the speed of memory; XLA's sums of integers are not.)
 
-A digest is one program on the outer device. It is read once it is there, so nothing
+A digest is one program on the outer device. It is read once it is ready, so nothing
 waits for it.
 """
 
@@ -46,7 +46,7 @@ class Marker:
         self._pending.append((sync, digest(here(part))))
 
     def ready(self) -> Sequence[Mark]:
-        """Return the marks whose digests are there, in order; does not wait."""
+        """Return the marks whose digests are ready, in order; does not wait."""
         marks = []
         while self._pending and self._pending[0][1].is_ready():
             sync, value = self._pending.popleft()
@@ -55,9 +55,9 @@ class Marker:
 
 
 def here(part: Fragment) -> Fragment:
-    """Return a fragment as this process has it.
+    """Return this process's copy of a fragment.
 
-    The processes of a region have a copy each, and compute no common program here.
+    Each process of a region has a copy, and computes its digest without the others.
     """
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), part)
 
@@ -68,7 +68,7 @@ def mark(sync: SyncId, value: np.ndarray) -> Mark:
     second = int(value[1])
     at, scale = (float(x) for x in value[2:].view(np.float32))
     if not (math.isfinite(at) and math.isfinite(scale)):
-        # What is not finite is compared by its bits alone.
+        # Values that are not finite are compared only by their bits.
         at = 0
         scale = 0
     return Mark(sync, first << 31 | second >> 1, at, scale)
@@ -113,7 +113,7 @@ def digest(part: Fragment) -> jax.Array:
 
 
 class _Lanes(NamedTuple):
-    """What has been seen of a leaf, one number a lane."""
+    """Running values of a leaf, one number a lane."""
 
     bits: jax.Array  # a, uint32.
     at: jax.Array  # p, float32.

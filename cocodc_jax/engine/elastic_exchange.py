@@ -8,8 +8,8 @@ process with all regions.
 
 There are always M rows. A region that is not in the mean has weight 0 and a copy of
 another row, so nothing is recompiled when a region dies or comes back. Inner steps
-never wait; the merge waits for a late mean, if `Place.late_mean` says so. A region
-decodes its own message if it came too late for the mean, so that its work can be kept.
+never wait; the merge waits for a late mean, if `Place.late_mean` is "wait". A region
+decodes its own message if it came too late for the mean, to keep its progress.
 """
 
 from __future__ import annotations
@@ -192,9 +192,9 @@ class _ElasticCrossing:
 
 
 def _sound(sync: SyncId, rows: Mapping[int, bytes], like: Any) -> dict[int, bytes]:
-    """Return the rows of the right size, the same in all regions.
+    """Return the rows of the right size.
 
-    All regions have the same rows and know the same size, so they leave out the same
+    All regions have equal rows and expect the same size, so they leave out the same
     senders.
     """
     size = _row_bytes(like)

@@ -1,7 +1,6 @@
 """Pack many small arrays into one flat buffer, so that a message is one transfer.
 
-A collective takes several network round trips, and ten arrays would take ten times as
-many.
+A collective takes several network round trips; ten arrays take ten times as many.
 
 If a region has several devices, its parameters and messages are sharded over them. In a
 `ShardBuffer` each device packs its own shard of each array. If several devices hold the

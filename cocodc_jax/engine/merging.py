@@ -52,7 +52,7 @@ def takes_delay(sync: Any, is_late: bool) -> bool:
 
 
 class MergeScalars(NamedTuple):
-    """What a merge takes beside arrays of the regions; equal in all of them."""
+    """Arguments of a merge that are equal in all regions."""
 
     frozen: PyTree = ()  # Parameters that are not trained.
     learning_rate: Any = None  # float32; None if the rule does not need it.

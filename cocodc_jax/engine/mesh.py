@@ -24,8 +24,8 @@ program after another. For several messages in flight at once there can be sever
 meshes of the same shape, the *channels*: each has another spare device of every
 process, with its own connections.
 
-The caller's context mesh is hidden from our code, and ours, if it must be, from the
-user's model.
+The caller's context mesh is hidden from our code, and ours from the user's model if it
+cannot be traced under it.
 """
 
 import collections
@@ -73,8 +73,8 @@ def use_cpu_devices(num_devices: int) -> None:
     """Request virtual CPU devices: call before the first JAX computation.
 
     One device per region and one for the outer state is the fast layout on a CPU: the
-    same regions mapped over a single device are about 1.6 times slower. From then on
-    the process keeps memory that it frees, see `keep_freed_memory`.
+    same regions mapped over a single device are about 1.6 times slower. Afterwards the
+    process keeps memory that it frees, see `keep_freed_memory`.
 
     Args:
       num_devices: number of virtual CPU devices.
@@ -105,8 +105,8 @@ def keep_freed_memory() -> bool:
     Only glibc's first arena can hold blocks of any size, and a thread stays with the
     arena that it started in. So all threads that start after this call share one arena.
 
-    Returns whether the C library does so: glibc, unless the environment configures it
-    (`GLIBC_TUNABLES`, `MALLOC_...`).
+    Returns whether memory is kept: only by glibc, and only if the environment does not
+    configure it (`GLIBC_TUNABLES`, `MALLOC_...`).
     """
     if any(x == "GLIBC_TUNABLES" or x.startswith("MALLOC_") for x in os.environ):
         return False
@@ -137,9 +137,9 @@ def make_mesh(
       num_regions: regions to train, M.
       data: devices along each region's data axis.
       model: devices along each region's model axis.
-      devices: `jax.Device`s to use, in this order. By default all of them; of several
-        processes the first ones of each, equally many, so that each has its own regions
-        and can keep a device for the outer state.
+      devices: `jax.Device`s to use, in this order. By default all of them. With several
+        processes, the first ones of each process, equally many, so that each has its
+        own regions and can keep a device for the outer state.
       stage: devices along each region's stage axis (pipeline stages).
       expert: devices along each region's expert axis, which share batch and experts.
       sequence: devices along each region's sequence axis, which share positions.
@@ -284,7 +284,7 @@ def methods_in_own_context(cls: Class) -> Class:
 
 
 def trace_without_mesh_if_needed(function: Callable) -> Callable:
-    """Decorate a user's function to be traced without our mesh if it fails under it.
+    """Decorate a user's function: if it fails under our mesh, trace it without it.
 
     Flax Linen constrains boxed parameters when a mesh is in context, also by axes that
     this mesh lacks, and in shapes that `nn.DenseGeneral` makes only later. A function
@@ -307,9 +307,9 @@ def trace_without_mesh_if_needed(function: Callable) -> Callable:
 
 @contextlib.contextmanager
 def explained_if_of_another_mesh() -> Iterator[None]:
-    """Say what to do where a user's loss fails because it needs a mesh of its own.
+    """Explain the error of a user's loss that needs its own mesh.
 
-    Its gradient fails too, where only the loss can be traced without our mesh.
+    Its gradient may fail too, if only the loss can be traced without our mesh.
     """
     try:
         yield
@@ -376,8 +376,8 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
     """Make a mesh of the outer devices of all processes, in the order of their regions.
 
     If the processes of a region do not hold blocks of its devices, see `process_grid`,
-    they are placed along the data axis. Refuses processes that neither hold full
-    regions nor make up full ones.
+    they are placed along the data axis. Raises ValueError for processes that neither
+    hold full regions nor form full ones.
     """
     shards = [_processes(shard) for shard in mesh.devices]
     processes = _processes(mesh.devices)
@@ -399,7 +399,7 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
 
 
 def process_grid(mesh: Mesh) -> tuple[int, ...] | None:
-    """Return how many processes of a region there are along each axis of `INSIDE`.
+    """Return the number of a region's processes along each axis of `INSIDE`.
 
     None if processes do not hold equally many adjacent devices that form a block.
     """
@@ -427,8 +427,8 @@ def over_processes(
 ) -> tuple[tuple[str, ...], ...]:
     """Return which of the `axes` of each dimension span several processes of a region.
 
-    No axis of a dimension if the blocks of a process are not adjacent there. `axes`
-    shard an array over the region's devices, the major axis first.
+    A dimension has none if the blocks of a process are not adjacent in it. `axes` shard
+    an array over the region's devices, the major axis first.
     """
 
     def spanning(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""Outer models: where they are, how fragments leave them and means arrive.
+"""Outer models: their placement, how fragments leave them and means arrive.
 
-One for all regions (`SharedOuterModel`), or one for each (`RegionalOuterModels`),
-sharded over the mesh and never on a host. Both are an `OuterModel`.
+There is one for all regions (`SharedOuterModel`), or one for each
+(`RegionalOuterModels`), sharded over the mesh and never on a host. Both are an
+`OuterModel`.
 """
 
 import dataclasses
@@ -566,7 +567,7 @@ class RegionalOuterModels:
 class _RegionalCrossing:
     """How messages of regional outer models cross, a `core.sync.Crossing`.
 
-    What it has in the place of the compressors' state is the outer states.
+    The outer states take the place of the compressors' states.
     """
 
     spec: SyncSpec

@@ -4,10 +4,10 @@ Of P parameters of 4 bytes Adam keeps 8 P bytes that a step needs once, at its e
 the pinned memory of the accelerators' hosts they leave accelerator memory for
 activations, at 16 bytes per parameter and step over the host link. Leaves that are not
 shaped like a parameter stay on the devices. In a segment with syncs (`segment.py`) a
-TPU's compiler (libtpu 0.0.42) then peels the last step off the scan, and makes a
-message arrive before that step.
+TPU's compiler (libtpu 0.0.42) then peels the last step off the scan, so a message
+arrives before that step.
 
-An outer optimizer costs no accelerator memory by default, and its step does not hold up
+An outer optimizer takes no accelerator memory by default, and its step does not delay
 the regions. `OuterPlacement.kind` is resolved once:
 
     host        in full on each process's outer device, see `mesh.py`
@@ -196,8 +196,8 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 def _spec(mesh: Mesh, part: LeafSlice, spec: Any, shape: tuple[int, ...]) -> Any:
     """Return the spec of a leaf slice: its leaf's, if its layers or experts divide.
 
-    Of a range of experts every device of their axis has a share of the width instead:
-    the range would seldom divide, and be one device's in the parameters.
+    For a range of experts, the expert axis shards the width instead: it would seldom
+    divide the range, which in the parameters is on one device.
     """
     axis = part.axis
     if part.rows is None or len(part.rows) == shape[axis]:
@@ -342,12 +342,12 @@ class OuterPlacement:
 
     @property
     def is_regional(self) -> bool:
-        """Whether each region has an outer model of its own."""
+        """Whether each region has its own outer model."""
         return self.kind == "regional"
 
     @functools.cached_property
     def is_with_regions(self) -> bool:
-        """Whether the outer state is where the regions are, so that nothing moves."""
+        """Whether the outer state is on the regions' devices, so that nothing moves."""
         return self.kind == "device"
 
     @functools.cached_property
@@ -448,7 +448,7 @@ class OuterPlacement:
     def _over_processes(
         self, host: Sharding, inside: NamedSharding, shape: tuple[int, ...] = ()
     ) -> Sharding:
-        """Shard over processes what is sharded `inside` regions."""
+        """Return the sharding over processes of a value that is sharded `inside`."""
         assert isinstance(host, NamedSharding)
         axes = spec_axes(inside.spec)
         if len(shape) < len(axes) and shape:  # Factored: not shaped like its parameter.

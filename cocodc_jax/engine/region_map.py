@@ -42,7 +42,7 @@ _MAX_BATCHED_PARAMS = 2_000_000
 class LocalRegions:
     """The regions in one shard of the mesh's region axis."""
 
-    size: int  # How many.
+    size: int  # Number of regions.
     one_by_one: bool  # Map over them in turn (`lax.map`), not all at once (`vmap`).
 
     @classmethod
@@ -57,10 +57,10 @@ class LocalRegions:
 
         `how` is "batched", all at once; "in_turn", so that only one region's
         activations exist at a time; or "auto": batched on accelerators, and on a CPU if
-        each region is on one device and its model is small. On one core, steps of four
-        regions took 0.67 of the time in a batch at 50,000 parameters, and 0.87 at
-        840,000: in turn, each array of a region is sliced out of those of all and put
-        back, by a small program each.
+        each region is on one device and its model is small. In turn, small programs
+        slice each array of a region out of the regions' arrays and put it back. In a
+        batch, steps of four regions on one core took 0.67 of that time at 50,000
+        parameters, and 0.87 at 840,000.
         """
         check_choice("local_regions", how, HOW_MAPPED)
 
@@ -101,11 +101,11 @@ class LocalRegions:
         return self.size * jax.lax.axis_size(REGION)
 
     def first(self, tree: PyTree) -> PyTree:
-        """Return the first region's values, of values that are equal in all."""
+        """Return the first region's values; they are equal in all regions."""
         return jax.tree.map(lambda x: x[0], tree)
 
     def weighed(self, tree: PyTree, weights: jax.Array) -> PyTree:
-        """Sum `[block, ...]` leaves with weights `[block]`; an entry of a shard."""
+        """Return the shard's sum of `[block, ...]` leaves with weights `[block]`."""
         return jax.tree.map(lambda x: x[None], sum_of_block(tree, weights))
 
     def sum(self, tree: PyTree, weights: jax.Array) -> PyTree:

@@ -1,4 +1,4 @@
-"""Make the regions' initial state, and read metrics of any state of theirs."""
+"""Make the regions' initial state, and read metrics of their state."""
 
 import functools
 from collections.abc import Callable
@@ -126,7 +126,10 @@ class InitState:
 
 
 class RegionMetrics:
-    """Compiled programs that read a `RegionState`, or outputs `[room, R]` (`first`)."""
+    """Compiled programs that read a `RegionState`.
+
+    `first` returns the first steps' outputs `[T, R]` of padded ones `[room, R]`.
+    """
 
     def __init__(self, mesh: Mesh, devices: Devices):
         mean = functools.partial(
@@ -168,8 +171,8 @@ def mean_model_state(model_state: PyTree) -> PyTree:
 def region_drift(params: PyTree) -> jax.Array:
     """Return the RMS distance of regions to their mean, relative to its norm.
 
-    It is 0 for regions that are equal, also if they are 0, and infinite for others
-    whose mean is 0.
+    It is 0 if regions are equal, also if they are all 0. If they differ and their mean
+    is 0, it is infinite.
     """
     squared_distances = []
     squared_norms = []

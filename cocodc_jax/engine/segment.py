@@ -4,11 +4,11 @@
     steps     inner steps s .. s + T
     after     decode, outer step, merge     one that started at s and is due at s + T
 
-Most segments contain steps only, and starts and finishes are separate programs. Where
+Most segments contain only steps, and starts and finishes are separate programs. If
 regions share a fabric (slices of a TPU, GPUs), a device runs programs one after
-another, so a message with its own program blocks the steps. In one program with the
+another, so a message in a separate program blocks the steps. In one program with the
 scan of inner steps, the compiler begins the collective before the scan and ends it
-after (`overlap`; tests check it in compiled programs).
+after the scan (`overlap`; tests check it in compiled programs).
 
 A barrier ties the received message to the losses, and ties nothing else. Without it the
 compiler decodes a compressed message at once and waits for it. A barrier over more
@@ -63,7 +63,7 @@ _COMPILER_OPTIONS = {"gpu": _GPU_OPTIONS, "cuda": _GPU_OPTIONS, "tpu": _TPU_OPTI
 
 
 class Segment(NamedTuple):
-    """What one program contains besides its inner steps; static."""
+    """The syncs that one program contains besides its inner steps; static."""
 
     # Fragment and rank of each message that is sent before them.
     before: tuple[tuple[int, int], ...] = ()
@@ -74,7 +74,8 @@ class Segment(NamedTuple):
 def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | None]:
     """Return the segment that leads to `step`, and the `FINISH` that ends it, if any.
 
-    That is the first event at `step`, if its sync starts in this segment.
+    A segment ends with a `FINISH` if that is the first event at `step` and its sync
+    starts in this segment.
     """
     leaving = tuple((event.fragment_id, event.rank) for event in sync.leaving)
     leaving_ids = {event.sync_id for event in sync.leaving}

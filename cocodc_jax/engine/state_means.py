@@ -1,10 +1,9 @@
-"""Average state beside the parameters: Adam's moments, and the model's own state.
+"""Average state other than parameters: Adam's moments, and the model's state.
 
 Inside a program moments are all-reduced. On the outer mesh they are packed into a flat
-buffer, averaged between hosts, and copied back. Both sum in at least float32, and count
-the bytes so. A region whose moments are not finite is left out, and receives the mean
-of the others; what that takes, two numbers that are summed with the moments, is not
-counted.
+buffer, averaged between hosts, and copied back. Both sum in at least float32, whose
+bytes count. A region whose moments are not finite is left out, and receives the mean of
+the others. Two numbers that are summed with the moments for this do not count as bytes.
 """
 
 import functools

@@ -68,7 +68,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What syncs are made for, checked; see `make_setting`."""
+    """The validated arguments of a program of syncs; see `make_setting`."""
 
     method: Method  # Bound to the regions.
     whole: PyTree  # Shapes of one region's parameters.
@@ -110,10 +110,11 @@ def make_setting(
     fragments: Fragments | None = None,
     trained: PyTree = None,
 ) -> Setting:
-    """Validate what syncs are made for, and fill in defaults.
+    """Validate the arguments of a program of syncs, and fill in defaults.
 
-    Checks shapes, types and placement only; never reads a value or waits for a device.
-    `params` are one region's, or their shapes; for all else see `RegionProgram`.
+    It checks only shapes, types and placement, and never reads a value or waits for a
+    device. `params` are one region's, or their shapes; for the others see
+    `RegionProgram`.
     """
     if not isinstance(regions, Regions):
         regions = Regions.alike(regions)
@@ -177,7 +178,7 @@ def make_setting(
 def _check_types(
     method: Any, mesh: Any, fragments: Any, trainer: Trainer, transport: Any
 ) -> None:
-    """Refuse arguments of other kinds, such as a name, or a function not called."""
+    """Raise ValueError for arguments of other types, such as a factory not called."""
     example = "UserInputs(learning_rate=...), say"
     needed = (
         ("method", method, Method, "methods.get(NAME, ...) gives one"),
@@ -342,7 +343,7 @@ class SyncProgram:
     Region arrays are donated: do not use an old state again.
 
     Attributes:
-      setting: what it was made for.
+      setting: the arguments that it was made from.
       param_shapes: shapes and shardings of one region's parameters.
       shardings: of all arrays.
       exchange: how messages cross regions; None without syncs.
@@ -541,7 +542,8 @@ class SyncProgram:
           batches: in the form that the steps take, leaves `[T, R, ...]`, T at least
             `num_steps`.
           num_steps: steps to take.
-          counted: their number as the steps take it; None takes all of `batches`.
+          counted: `num_steps` in the form that the steps take; None takes all of
+            `batches`.
           times: measured seconds of an inner step and of a sync, 0 if not yet known.
           on_steps: called with the step after the inner steps, and their outputs, as
             soon as they are dispatched; the events may wait for other regions.
@@ -620,8 +622,8 @@ class SyncProgram:
     def mean_params(self, state: TrainState) -> PyTree:
         """Return the mean of the regions' parameters, for evaluations.
 
-        With `optax.contrib.schedule_free` these are y, at which gradients are taken,
-        as are the outer parameters. For those to evaluate, x, see `docs/start`.
+        With `optax.contrib.schedule_free` they are y, at which gradients are taken, and
+        so are the outer parameters. For x, which is evaluated, see `docs/start`.
         """
         check_alive(state)
         return joined(self._read.mean(state.region.params), state.frozen)

@@ -1,11 +1,11 @@
 """Move values between devices, in one process or in several.
 
 With several processes an array may be sharded over devices of all of them, and JAX
-cannot move such an array to other devices. But each process holds what it needs: all of
-a value that is equal in all regions, and its regions' rows of others. So each device
-cuts its new shard out of one that its process holds, or joins it from several, and the
-results are declared to be one global array. Nothing here waits, or communicates between
-regions, but `gather`: small values of all processes, by a collective of their own.
+cannot move such an array to other devices. But each process holds what it needs: the
+full value if it is equal in all regions, else its regions' rows. So each device cuts
+its new shard out of one that its process holds, or joins it from several, and the
+results are declared to be one global array. Nothing here waits or communicates between
+regions except `gather`, a collective of small values of all processes.
 """
 
 import functools
@@ -31,7 +31,7 @@ Box = tuple[tuple[int, int], ...]
 def put(tree: PyTree, shardings: Any) -> PyTree:
     """Place values, equal in every process, by one sharding or a tree of them.
 
-    They are on hosts, or on devices of this process or of all processes.
+    The values are on hosts, or on devices of this process or of all processes.
     """
 
     def place(x: Any, sharding: Sharding) -> jax.Array:
@@ -50,8 +50,8 @@ def put(tree: PyTree, shardings: Any) -> PyTree:
 def put_own(x: np.ndarray, sharding: Sharding, num_rows: int, axis: int) -> jax.Array:
     """Place host values of which every process has its own regions' rows, in order.
 
-    The processes of one region pass the same rows. `sharding` divides the rows, which
-    are along `axis` and `num_rows` in all, evenly; other axes in any way.
+    The processes of one region pass the same rows. `sharding` divides the `num_rows`
+    rows along `axis` evenly, and other axes in any way.
     """
     shape = (*x.shape[:axis], num_rows, *x.shape[axis + 1 :])
     indices = _own_indices(sharding, shape).values()
@@ -98,8 +98,7 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
 def borrow(tree: PyTree, shardings: PyTree) -> PyTree:
     """Move arrays for programs that do not donate them.
 
-    A replicated array whose first device is to have it is there already: the result
-    shares its memory.
+    If a replicated array is on the target device already, the result shares its memory.
     """
     leaves, treedef = jax.tree.flatten(tree)
     pairs = zip(leaves, treedef.flatten_up_to(shardings), strict=True)
@@ -145,11 +144,11 @@ def to_device_memory(tree: PyTree) -> PyTree:
 def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
     """Move regional arrays `[R, ...]` to one device per process, rows concatenated.
 
-    They are replicated inside each region; or `[R, n]` with columns sharded over the
+    Arrays are replicated inside each region, or `[R, n]` with columns sharded over the
     devices of a region, of which each process moves its own devices' columns.
-    `sharding` has all rows on one device; or for arrays `[R, n]`, the rows over one
-    device of each process, in the order of the processes, and if a region has several
-    processes an equal share of the columns on each, padded at the end.
+    `sharding` has all rows on one device. For arrays `[R, n]` it may have the rows over
+    one device of each process, in the order of the processes; the processes of a region
+    then have equal shares of the columns, padded at the end.
     """
 
     def move_rows(x: jax.Array) -> jax.Array:
@@ -306,7 +305,7 @@ def _box(index: Any, shape: tuple[int, ...]) -> Box:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return every process's value, in the order of their ids; waits for all."""
+    """Return every process's value, in the order of their ids; wait for all."""
     if jax.process_count() == 1:
         return [value]
 

@@ -3,8 +3,8 @@
 - `in_program.InProgram`: the program that sends also averages;
 - `between_hosts.OnOuterMesh`: a second program averages between hosts, concurrently
   with the inner steps;
-- `elastic_exchange.ElasticExchange`: every region is a run of its own, which may die
-  and come back; threads carry messages from host to host.
+- `elastic_exchange.ElasticExchange`: every region is a separate run, which may die and
+  come back; threads carry messages from host to host.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ class Transport:
     Attributes:
       exchange: "program" averages messages in a program of the inner mesh; "outer" on
         the outer mesh, concurrently with the inner steps; "elastic" makes every
-        region a run of its own; "auto" is "outer" if the schedule is measured, or there
-        are several processes and the method allows it, else "program".
+        region a separate run; "auto" is "outer" if the schedule is measured, or if
+        there are several processes and the method allows it, else "program".
       all_reduce: algorithm between processes, where this package chooses: "direct" or
         "ring", see `collectives.py`.
       outer_channels: number of outer meshes; fragment k uses number k mod
@@ -71,7 +71,7 @@ class Transport:
             )
 
     def own(self, regions: Regions, method: Method) -> Regions:
-        """Return the regions that this program trains; checks elastic ones."""
+        """Return the regions that this program trains; check elastic ones."""
         if self.exchange != "elastic":
             return regions
 
@@ -109,7 +109,7 @@ class Transport:
         return Regions(regions.step_times[:1], regions.batch_sizes[:1])
 
     def _check_behind(self, method: Method, place: Place) -> None:
-        """Refuse a bound on decided syncs that a region in step with all may exceed."""
+        """Refuse a bound on decided syncs that regions in step with all may exceed."""
         schedule = method.schedule
         assert schedule is not None
         most = place.timing.max_behind
