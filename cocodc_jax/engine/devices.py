@@ -111,7 +111,7 @@ class Recorder(Devices):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
     def read(self, x: Any) -> np.ndarray:
-        """Return ones for measurements, which are equal, zeros for verdicts and counts."""
+        """Return ones for measurements, and zeros for verdicts and counts."""
         return np.full(x.shape, np.issubdtype(x.dtype, np.floating), x.dtype)
 
 

@@ -5,8 +5,8 @@
 - `merge`: how a region applies what arrives; `NEEDS`: what parts can ask for.
 - `cut`, `Fragments`: the partition of parameters into fragments.
 
-Values that make no sense, and parts that do not fit together, are refused by a
-ValueError that names them. Names are imported lazily.
+A ValueError names values without meaning, and parts that do not fit together. Names are
+imported lazily.
 """
 
 from typing import TYPE_CHECKING

@@ -1,15 +1,15 @@
 """After how many steps an inner optimizer updates the parameters.
 
 `optax.MultiSteps` and `optax.apply_every` accumulate k gradients for an update, and
-`optax.contrib.sam` leaves its true parameters for k - 1 steps. In between, parameters
-are not what a sync should send or replace. A method counts steps, that is calls of the
-optimizer, so its events have to be at multiples of k.
+`optax.contrib.sam` leaves its true parameters for k - 1 steps. In between, a sync
+should neither send nor replace the parameters. A method counts steps, that is calls of
+the optimizer, so its events must be at multiples of k.
 
-The number k is in no state. It is read off the traced update, wherever the accumulation
-is wrapped: the counter's next value is computed from its last one until it is 0 again.
-This needs no gradient and no parameter. If the counter depends on anything else (a
-number of steps that is a schedule, steps that `apply_if_finite` or
-`should_skip_update_fn` leave out), k is not known.
+No state holds the number k. It is found by tracing the update, wherever the
+accumulation is wrapped: the counter's next value is computed from its last one until it
+is 0 again. This needs no gradient and no parameter. If the counter depends on anything
+else (a number of steps that is a schedule, steps that `apply_if_finite` or
+`should_skip_update_fn` leave out), k is unknown.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class Accumulator(NamedTuple):
       name: the function that makes it.
       counter: field that is 0 after an update.
       updates: field that counts updates, or None.
-      inside: fields of states that change with an update only.
+      inside: fields of states that change only with an update.
     """
 
     name: str
@@ -61,8 +61,9 @@ class Accumulation(NamedTuple):
 
     Attributes:
       names: the functions that make them.
-      steps: steps after which all have made an update; None if not known.
-      periods: the same of each one, outer ones before those that they contain.
+      steps: steps after which all have made an update; None if unknown.
+      periods: the same for each accumulation, outer ones before those that they
+        contain.
     """
 
     names: tuple[str, ...]
@@ -110,7 +111,7 @@ def find(optimizer: optax.GradientTransformation, params: PyTree) -> Accumulatio
 
 
 def of_multi_steps(optimizer: optax.GradientTransformation) -> Accumulation:
-    """Return what an `optax.MultiSteps` accumulates, `NONE` if it is no such one."""
+    """Return the accumulation of an `optax.MultiSteps`, `NONE` for others."""
     bare = getattr(optimizer.update, "__self__", None)
     if not isinstance(bare, optax.MultiSteps):
         return NONE

@@ -1,7 +1,7 @@
 """What is averaged over regions: pseudo-gradients, or a function of them.
 
-Whatever the exchange, the result is a weighted mean over regions. A method with another
-rule says what is averaged:
+With every exchange, the result is a weighted mean over regions. A method with another
+rule averages a function of the pseudo-gradients:
 
     arrived = after(sum_m w_m before(Delta_m))                 Delta old minus new
 
@@ -34,7 +34,7 @@ class Average:
     is_linear: ClassVar[bool] = True
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
-        """Return what is averaged of one region's pseudo-gradient of a fragment.
+        """Return the function of one region's pseudo-gradient that is averaged.
 
         The key is that of `sync_key`; None unless `draws`.
         """
@@ -57,7 +57,7 @@ class RadialDirectional(Average):
 
     If regions disagree, a mean of pseudo-gradients is short; this keeps its length.
     Each layer of a scanned stack is a tensor. Directions that cancel give 0. Lengths
-    are sent beside the tensor, as one of the message's tensors.
+    are sent as another tensor of the message.
 
     Source: Decoupled DiLoCo, arXiv 2604.21428, from a published summary.
     Embeddings are averaged plainly.
@@ -153,8 +153,8 @@ class SharedMask(Average):
     def indices(self, like: PyTree, key: jax.Array | None) -> dict[str, jax.Array]:
         """Draw `max(1, round(density * size))` flat positions of each tensor.
 
-        Of the n-th path in alphabetical order, the positions of the smallest values of
-        `bits(fold_in(key, 65537 * seed + n), size)`.
+        For the n-th path in alphabetical order, they are the positions of the smallest
+        values of `bits(fold_in(key, 65537 * seed + n), size)`.
         """
         assert key is not None
         drawn = {}

@@ -10,8 +10,8 @@ What crosses regions is written once, in terms of an axis, and runs in two place
 A `vmap` axis inside of a `shard_map` axis cannot be reduced over together with it. So
 code maps over the block itself (`Axis.map`), and asks the axis for what crosses.
 
-A message crosses in one of three ways, which say what is left to do between the regions
-once the code that holds some of them has run:
+A message crosses in one of three ways. They say what remains to be done between regions
+after the code that holds some of them has run:
 
     SUMMED     nothing: sums were made on the way
     GATHERED   each region needs the messages of all others, `[M, ...]`
@@ -32,7 +32,7 @@ BY_RINGS = "by_rings"
 
 
 class Axis(Protocol):
-    """The regions that a piece of code holds, and how it reaches the others."""
+    """The regions that a program holds, and how it reaches the others."""
 
     @property
     def num_regions(self) -> int:
@@ -48,7 +48,7 @@ class Axis(Protocol):
         ...
 
     def first(self, tree: PyTree) -> PyTree:
-        """Return one region's values, of values that are equal in all regions."""
+        """Return one region's values; they are equal in all regions."""
         ...
 
     def weighed(self, tree: PyTree, weights: jax.Array) -> PyTree:

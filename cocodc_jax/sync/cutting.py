@@ -13,11 +13,11 @@ Units are assigned to fragments
 - *balanced*: largest unit first, each to the fragment with the fewest bytes so far,
 - *balanced_tensors*: the same with single tensors (of one block each, if blocks are
   stacked), so that fragments have nearly equal sizes and can outnumber blocks,
-- *experts*: for mixtures of experts. The dense parts, routers among them, get as many
-  of the K fragments as they have of the bytes, at least one, and are strided over them.
+- *experts*: for mixtures of experts. The dense parts, with the routers, get a share of
+  the K fragments in proportion to their bytes, at least one, and are strided over them.
   Each other fragment has a range of the experts of all layers,
-- *routers*: two fragments, the routers of all layers the second of them (`diloco` with
-  a `router_interval`).
+- *routers*: two fragments, of which the second has the routers of all layers (`diloco`
+  with a `router_interval`).
 
 Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512, section 2.2), and the
 unit order [embedding, blocks, norm, head] of CoCoDC (arXiv 2504.17672).
@@ -48,7 +48,7 @@ from cocodc_jax.transforms.numerics import check_choice
 Strategy = Literal["strided", "sequential", "balanced", "balanced_tensors", "experts"]
 STRATEGIES = get_args(Strategy)
 
-# Made by a method for itself: its fragments have periods of their own.
+# For methods only: its two fragments have different periods.
 ROUTERS = "routers"
 
 # Order of the units in the network, which differs from that of their names.
@@ -272,7 +272,7 @@ def _check_layer_axis(layer_axis: Any) -> None:
 def _units(params: PyTree, blocks: str | None, layer_axis: int | None) -> list[_Unit]:
     """List the units in network order, not in the order of their names."""
     leaves = distinct_leaves(params)
-    # Layers are found by names without boxes: a tree is cut alike with and without.
+    # Layers are found by names without boxes, so boxes do not change the cut.
     names = unboxed_paths(params)
     named = [(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
     places = stacks.find(named, blocks, layer_axis)
@@ -310,8 +310,8 @@ def _units(params: PyTree, blocks: str | None, layer_axis: int | None) -> list[_
 def _namer(paths: list[str], places: dict[str, stacks.Place]) -> Callable[[str], str]:
     """Return a function that names the unit of a leaf outside of blocks.
 
-    That is an entry next to layers, or next to their parents; without layers, one of
-    the first entries of which there are several. So `{"params": x}` is cut like x.
+    A unit is an entry next to layers, or next to their parents; without layers, an
+    entry at the first level that has several. So `{"params": x}` is cut like x.
     """
     split = [tuple(path.split("/")) for path in paths]
     stack_paths = {tuple(place.stack.split("/")) for place in places.values()}

@@ -1,22 +1,22 @@
-"""The mean of a mixture's experts: each weighed by the tokens that it saw.
+"""The mean of a mixture's experts, each weighted by the tokens that it saw.
 
 Regions that train on different text use different experts. An expert that saw no token
-in a region has moved there by weight decay and old momentum only, and pulls a plain
-mean towards its stale value. With c^m_e the batches' worth of tokens that expert e saw
-in region m since its parameters were last replaced by outer ones,
+in a region has moved there only by weight decay and old momentum, and pulls a plain
+mean towards its stale value. With c^m_e the tokens that expert e saw in region m since
+its parameters were last replaced by outer ones, in batches,
 
     Delta_e = sum_m w_m c^m_e Delta^m_e / sum_m w_m c^m_e
     Delta_e = 0                                                    if all c^m_e are 0
 
-so that an expert that nobody trained stays as it is, but for the outer optimizer's
-momentum. Region weights w_m come on top. All other leaves have plain means.
+so an expert that no region trained stays as it is, except for the outer optimizer's
+momentum. w_m are the regions' weights. All other leaves have plain means.
 
 The counts are a leaf of the parameters, `experts/tokens` (`models.experts`), so they
 are part of a message anyway: 4 bytes an expert and layer. Outer parameters hold none
-(`core.sync.outer_step`), so that what a region counts is its own progress.
+(`core.sync.outer_step`), so a region counts only its own progress.
 
-Source: ours. That an expert is left out where it got no token is the rule of several
-federated mixtures (from memory).
+Source: ours. Several federated mixtures leave an expert out in regions where it got no
+token (from memory).
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ from cocodc_jax.transforms.compressor import Compressor
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMean(Average):
-    """The weighted mean, of experts by their tokens.
+    """The weighted mean, for experts weighted by their tokens.
 
-    If messages are encoded, counts multiply what is decoded. Residuals are then of the
-    updates alone, and a round of many tokens leaves no more than one of few.
+    If messages are encoded, counts multiply the decoded messages. Residuals then do not
+    contain the counts, so rounds of many tokens do not leave longer ones.
     """
 
     is_encoded: bool = False
@@ -48,7 +48,7 @@ class ExpertMean(Average):
         raise ValueError("its mean is by tokens already; compress first")
 
     def before(self, part: Fragment, key: jax.Array | None) -> Fragment:
-        """Return what is sent of pseudo-gradients; see `Average.before`."""
+        """Return pseudo-gradients times counts, if not encoded; see `Average.before`."""
         return part if self.is_encoded else self.times_counts(part)
 
     def times_counts(self, part: Fragment) -> Fragment:
@@ -80,7 +80,7 @@ class ExpertMean(Average):
 
 
 def with_expert_mean(message: Message) -> Message:
-    """Return a message whose mean knows experts; it must have every entry."""
+    """Return a message with an `ExpertMean`; it must have every entry."""
     if message.average not in (Average(), ExpertMean()):
         raise ValueError("what it takes the mean of are no pseudo-gradients")
 
@@ -97,7 +97,7 @@ def with_expert_mean(message: Message) -> Message:
 
 
 def counts_exact(compressor: Compressor) -> Compressor:
-    """Return a compressor that sends counts as they are, and decodes by them."""
+    """Return a compressor that sends counts uncompressed, and multiplies by them."""
 
     def split(tree: Fragment) -> tuple[Fragment, Fragment]:
         counts = {path: x for path, x in tree.items() if is_token_count(path)}

@@ -129,7 +129,7 @@ def _with_counts(
 
         changes = {}
         for name in node._fields:
-            # Outside of the accumulator's optimizer nothing is known of a count.
+            # Counts in other fields of the accumulator are not set.
             period_inside = period if name in accumulator.inside else None
             changes[name] = replace_in(getattr(node, name), period_inside)
 

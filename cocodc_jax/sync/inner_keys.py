@@ -1,9 +1,8 @@
 """Random state in an inner optimizer's state, such as that of `optax.add_noise`.
 
-It would be equal in all regions if it were copied to them. The noise that regions add
-would then be equal too, and their mean as noisy as one region. Each region but the
-first gets its own. Regions that exchange something at every step keep equal ones, as
-they have to stay equal.
+If all regions had a copy of it, they would add equal noise, and their mean would be as
+noisy as one region. So each region but the first gets its own. Regions that exchange
+something at every step keep equal ones, because they must stay equal.
 """
 
 import warnings

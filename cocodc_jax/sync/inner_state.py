@@ -1,7 +1,7 @@
 """What a merge does to copies of the parameters in an inner optimizer's state.
 
-A merge replaces a region's parameters. In the state of most optimizers there is nothing
-like them, and it stays as it is. Some hold a copy of the parameters, by type of state:
+A merge replaces a region's parameters. The state of most optimizers has no copy of
+them, and is unchanged. Some hold a copy, which is treated by the type of the state:
 
 - A point that the next step starts from moves as the parameters do, by new minus old:
   `z` of `optax.contrib.schedule_free`, the true parameters of `sam` during its
@@ -10,19 +10,18 @@ like them, and it stays as it is. Some hold a copy of the parameters, by type of
   optimizer's coordinates. Schedule-free's third sequence, `x = (y - (1 - b1) z) / b1`,
   moves by the same vector too. With a sync at every step the means over regions of x, y
   and z are those of one run on the mean gradient (the base optimizer SGD, the outer
-  step a plain mean). A region's own z adds up its own gradients: where regions learn
-  different things it goes on to differ from the mean, which no rule without a message
-  of z can know.
+  step a plain mean). A region's z sums its own gradients. If regions learn different
+  things, it keeps differing from the mean, which no rule can avoid without sending z.
 - The initial point of `dog`, `dowg`, `prodigy` and `mechanize` stays. It is where
   training began, whatever moved the parameters since. Prodigy's bound on the distance
   to a solution holds for gradients at any points: `sum <g_k, x_0 - x_k> <= <sum g_k,
   x_0 - x*>`.
 - The last point of `lbfgs` stays. The gradient that belongs to it was taken there, so
   the difference of both to the next step is still one of the loss.
-- A line search's last value and gradient belong to parameters that are gone. The value
-  becomes infinite, so that `optax.value_and_grad_from_state` computes them anew.
+- A line search's last value and gradient are of the replaced parameters. The value
+  becomes infinite, so `optax.value_and_grad_from_state` computes them anew.
 
-Any other copy needs `on_merge` of the user. Copies are seen in the traced `init`.
+Any other copy needs the user's `on_merge`. Copies are found by tracing `init`.
 """
 
 import functools

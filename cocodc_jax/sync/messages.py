@@ -1,9 +1,9 @@
 """How regions send a fragment: uncompressed, compressed, low-rank, or by rings.
 
-A message is a value. It says how its parts are encoded and averaged, how they cross
-regions (`way`, `leave`), and how many bytes it has. It also says why it cannot be
-compressed further, or must cross regions inside a compiled program. What carries it is
-up to the exchange. Those that are summed on their way, `ByRings` and `SummedFactors`,
+A message is a value. It defines how its parts are encoded and averaged, how they cross
+regions (`way`, `leave`), and how many bytes it has. It also has the reason if it cannot
+be compressed further, or must cross regions inside a compiled program. The exchange
+carries it. Messages that are summed while they cross, `ByRings` and `SummedFactors`,
 are in `summed.py`.
 """
 
@@ -38,9 +38,9 @@ MEANS = get_args(MeanOver)
 class Message:
     """How a pseudo-gradient is sent; base class of the messages.
 
-    A message of your own overrides `compressor` if it is encoded, else `encoded` and
-    `num_bytes` if its size is not that of the pseudo-gradient. Methods are pure and of
-    one region, but for `combine`.
+    A new message overrides `compressor` if it is encoded, else `encoded` and
+    `num_bytes` if its size is not that of the pseudo-gradient. Methods are pure and
+    compute for one region, except `combine`.
 
     Attributes:
       average: the function of pseudo-gradients that is sent and averaged.
@@ -60,7 +60,7 @@ class Message:
     def at(self, rank: int) -> Message:
         """Return the message that a sync sends, of a rank that its schedule sets.
 
-        0 is a schedule that sets none.
+        Rank 0 is that of a schedule that sets none.
         """
         return self
 
@@ -76,7 +76,7 @@ class Message:
     def leave(
         self, axis: Axis, sent: PyTree, memory: PyTree, weights: jax.Array
     ) -> tuple[PyTree, PyTree]:
-        """Begin to cross regions, unless messages are gathered.
+        """Begin to send messages, unless they are gathered.
 
         Args:
           axis: the regions that the code holds.
@@ -251,7 +251,7 @@ class Ranked(Message):
     Attributes:
       of: `of(rank) -> Compressor`.
       resize: changes the rank of a compressor's memory; see `ResizeFn`.
-      rank: of this message; of a method's, the one before the schedule has set any.
+      rank: of this message; in a method, the initial one.
     """
 
     of: Callable[[int], Compressor]

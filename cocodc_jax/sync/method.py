@@ -117,7 +117,7 @@ class Sync:
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-    """What a method expects of the inner optimizer.
+    """A method's requirements of the inner optimizer.
 
     Attributes:
       optimizer: name of the method's inner optimizer.
@@ -138,7 +138,7 @@ class Method:
       sync: how parameters are exchanged; None if they never are.
       per_step: what regions exchange at every step; None is nothing.
       inner: the method's inner optimizer.
-      num_regions: number of regions it is for; None is any number.
+      num_regions: required number of regions; None is any number.
       min_regions: minimum number of regions.
     """
 
@@ -203,9 +203,10 @@ class Method:
             return self.with_sync(outer=self.sync.outer.placed(outer_placement))
 
     def weighted(self, region_weights: str | None) -> Method:
-        """Return the same method with regions weighted in a mean.
+        """Return the same method with other weights of the regions in a mean.
 
-        By "tokens" since the last sync, or "equal"; None is the method's default.
+        "tokens" weights them by their tokens since the last sync, "equal" equally; None
+        is the method's default.
         """
         if region_weights is None:
             return self
@@ -217,10 +218,10 @@ class Method:
             return self.with_sync(weigh=weigh)
 
     def expert_weighted(self, expert_weights: str | None) -> Method:
-        """Return the same method with the experts of a mixture weighed in a mean.
+        """Return the same method with other weights of a mixture's experts in a mean.
 
-        By the "tokens" that an expert saw in a region since the last sync, see
-        `sync.expert_mean`; "equal" and None as everything else.
+        "tokens" weights an expert by the tokens that it saw in a region since the last
+        sync, see `sync.expert_mean`; "equal" and None as all other parameters.
         """
         check_choice("expert_weights", expert_weights or "equal", WEIGHTS)
         if expert_weights != "tokens":

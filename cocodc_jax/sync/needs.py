@@ -36,7 +36,7 @@ MEASURED_NOW = frozenset({"drift", "distance", "tokens"})
 
 @dataclasses.dataclass(frozen=True)
 class UserInputs:
-    """What only the user knows: inputs of some merges, and of some inner optimizers.
+    """Inputs of some merges and inner optimizers that only the user can provide.
 
     Attributes:
       learning_rate: of the inner optimizer, a constant or a schedule of the step.
@@ -49,9 +49,9 @@ class UserInputs:
         inner optimizer that holds a copy of the parameters: called after each merge. It
         gets a state in which Optax's own copies are moved already, and what it returns
         has the same structure. See `sync/inner_state.py`.
-      token_counts: `token_counts(path) -> bool`, which leaves of the parameters are no
-        weights, but count the tokens of a mixture's experts (`models.experts`); paths
-        are joined by "/". None if there are none. Outer parameters hold 0 there.
+      token_counts: `token_counts(path) -> bool`, which leaves of the parameters are not
+        weights but counts of the tokens of a mixture's experts (`models.experts`);
+        paths are joined by "/". None if there are none. Outer parameters hold 0 there.
     """
 
     learning_rate: float | Callable[[int], Any] | None = None
@@ -100,7 +100,7 @@ class Need:
     """One entry of the table.
 
     Attributes:
-      about: what it is.
+      about: its description.
       keeps: copies that must be kept of a fragment in flight.
       given_by: field of `UserInputs` that it comes from, and how to fill it.
       wants_batch: whether it uses the last batch; it then gets a key too.
@@ -125,7 +125,7 @@ class Need:
 def effective_rank(tree: PyTree) -> jax.Array:
     """Return the mean effective rank of tensors, weighted by their parameters.
 
-    By this weight stacked norms, which no factors make smaller, hardly count. See
+    With these weights stacked norms, which factors do not shrink, hardly count. See
     `low_rank.effective_rank` for a single tensor. The weights are ours.
     """
     leaves = named_leaves(tree)

@@ -200,7 +200,7 @@ class OuterLandFn(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RegionalOuter:
-    """An outer optimizer of regional parameters; its functions are of one region.
+    """An outer optimizer of regional parameters; its functions compute for one region.
 
     Attributes:
       name: for records and error messages.
@@ -214,7 +214,7 @@ class RegionalOuter:
       correct: changes the gradient of every inner step; None is no change.
       land: changes the state before the last mean in flight is applied and no other
         is sent; None is no change.
-      has_feedback: whether what compressors lose is sent later without error feedback.
+      has_feedback: whether compressors' errors are sent later without error feedback.
       why_uncompressed: why its messages cannot be compressed; None if they can.
     """
 
@@ -244,10 +244,10 @@ class RegionalOuter:
     def leave(
         self, axis: Axis, message: PyTree, compressor: Compressor, row: jax.Array
     ) -> PyTree:
-        """Begin to cross regions: average the messages of each region's small group.
+        """Begin to send messages: average those of each region's small group.
 
-        `row` is an int32 scalar, equal in all regions: which of `matchings` pairs them.
-        Returns what crosses by `way`.
+        `row`, an int32 scalar equal in all regions, selects the row of `matchings` that
+        pairs them. Returns what crosses by `way`.
         """
         mean = axis.map(functools.partial(mean_of_two, compressor))
         if self.group == "pairs":

@@ -1,4 +1,4 @@
-"""What regions exchange at every inner step, in place of their own gradient.
+"""Exchanges at every inner step, whose result replaces a region's gradient.
 
 Every region turns its gradient into a message. From all messages each region computes
 the same gradient for its inner optimizer. In data parallelism the message is the

@@ -18,7 +18,7 @@ from cocodc_jax.transforms.numerics import check_at_least
 
 
 class Weigh(Protocol):
-    """How much each region counts in a mean, by the work that it did."""
+    """Computes the weights of regions in a mean from their steps and tokens."""
 
     def __call__(self, steps: np.ndarray, tokens: np.ndarray, /) -> np.ndarray:
         """Return the weights of the regions, up to a common factor.

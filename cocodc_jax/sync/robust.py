@@ -1,4 +1,4 @@
-"""Robust means: which regions count if some send bad updates, and with which weight.
+"""Robust means: which regions count if some send bad updates, and their weights.
 
 A region measures the length l_m = ||Delta_m|| of its pseudo-gradient before encoding;
 NaN means non-finite parameters or pseudo-gradient. The lengths of all regions are sent
@@ -8,20 +8,22 @@ with the messages, so that every region reaches the same verdict:
     left out, an outlier:  l_m > exclude_above * median(l), over the finite ones
     weights:               those of the others, rescaled to sum 1
 
-If no region is left the mean is 0. A region that was left out is restored when the sync
-is applied: parameters from the outer ones, a fresh inner optimizer, no residual. With
-an exclude_above of 2 or more none of two regions is ever an outlier (their median is
-their mean), and none of more if the median is 0.
-This protects from faults, not from regions that report false lengths. A bad update can
-reach the model state before a message: see `sync.model_state`.
+If no region is left, the mean is 0. A region that was left out is restored when the
+sync is applied: parameters from the outer ones, a fresh inner optimizer, no residual.
+  If
+exclude_above is 2 or more, neither of two regions is ever an outlier, as their median
+is their mean. If the median is 0, no region is. This protects from faults, not from
+regions that report false lengths. A bad update can reach the model state before a
+message: see `sync.model_state`.
 
 The mean over the regions that count can be a robust one:
 
 - "clip": sum_m w_m min(1, median(l) / l_m) Delta_m, norms clipped at their median.
   Adaptive robust clipping (Allouah et al., arXiv 2405.14432) also clips at one of the
-  round's norms, which it picks by the number of faulty regions; the median is ours.
-  Sparse messages are clipped tensor by tensor instead, at the median norm of what
-  regions send of it, as SparseLoCo is deployed: see `messages.Compressed`.
+  round's norms, which it chooses by the number of faulty regions; the median is ours.
+  Sparse messages are clipped tensor by tensor instead, at the median norm that the
+  tensor has in the regions' messages, as in deployments of SparseLoCo: see
+  `messages.Compressed`.
 - "trim:b": per entry the mean without the floor(b n) largest and smallest of n values
   (Yin et al., arXiv 1803.01498, Definition 2). Messages are gathered, and all are
   decoded at once: M times a fragment.
@@ -68,7 +70,7 @@ class Robust:
     """How a mean over regions handles bad updates."""
 
     # A message longer than this many times the median over regions is left out;
-    # infinity leaves out only what is not finite.
+    # infinity leaves out only messages that are not finite.
     exclude_above: float = math.inf
     mean: str = "weighted"  # One of `MEANS`.
     trim: float = 0.0  # b, share of the values dropped at either end, for "trim".

@@ -181,13 +181,13 @@ def _are_layers(members: list[list[Path]], depth: int) -> bool:
 
 
 def _stack_axis(name: str, shapes: list[tuple], axes: Sequence[int]) -> int | None:
-    """Return the axis of layers of leaves below a stack's name, None if of none."""
+    """Return the axis of layers of leaves below a stack's name; None if not a stack."""
     if not STACKED.search(name) or len(shapes) < 2:
         return None
     if not any(len(shape) > 2 for shape in shapes):
         return None
     axis = _common_axis(shapes, axes)
-    # One layer is no stack, and then no other axis is one of layers.
+    # A single layer is not a stack, and then no other axis counts layers.
     return axis if axis is not None and shapes[0][axis] > 1 else None
 
 

@@ -1,12 +1,12 @@
-"""Messages that are summed on their way, by collectives of a compiled program.
+"""Messages that are summed while they cross, by collectives of a compiled program.
 
 - `ByRings`: by several rings at once. The shards of a region axis form a circle; ring j
   passes from shard p to shard p + s_j (mod D). A stride s_j that is coprime to D visits
   each shard once, and different strides use different links. A stride of -s is that of
   s reversed.
-- `SummedFactors`: low-rank factors, as PowerSGD has them: two all-reduces, the second
-  of which depends on the first, see `transforms.power_sgd`. `messages.Ranked` sends
-  each region's own factors instead.
+- `SummedFactors`: low-rank factors as in PowerSGD: two all-reduces, the second of which
+  depends on the first, see `transforms.power_sgd`. `messages.Ranked` sends each
+  region's own factors instead.
 
 Source of the rings: Ravnest (arXiv 2401.01728), from memory. The orders are ours.
 """
@@ -69,7 +69,7 @@ class ByRings(Message):
         return ring_sum(tree, self, axis_name)
 
     def num_bytes(self, part: PyTree, num_regions: int) -> int:
-        """Return the bytes that a region passes on: 2 (M - 1) / M, and padding.
+        """Return the bytes that a region sends: 2 (M - 1) / M of all, and padding.
 
         Each region counts as a shard, also if shards hold several.
         """
@@ -79,8 +79,8 @@ class ByRings(Message):
     def strides(self, num_shards: int) -> tuple[int, ...]:
         """Return the stride of each ring, in [0, num_shards).
 
-        Rings have different strides as long as there are any left, then repeat: up to
-        four shards have two orders at most, the two directions.
+        Rings have different strides until all are used, then strides repeat. Up to four
+        shards have at most two orders, the two directions.
 
         >>> ByRings(6).strides(5)
         (1, 4, 2, 3, 1, 4)
@@ -99,7 +99,7 @@ class ByRings(Message):
         return -(-size // (self.num * num_shards))
 
     def num_sent(self, size: int, num_shards: int) -> int:
-        """Return how many numbers each shard sends to sum `size` of them over all.
+        """Return how many numbers each shard sends to sum `size` numbers over shards.
 
         >>> ByRings(2).num_sent(1200, 4)
         1800
@@ -113,7 +113,7 @@ class SummedFactors(Message):
     """Both factors of a mean pseudo-gradient, with error feedback.
 
     Attributes:
-      rank: of this message; of a method's, the initial one if a schedule sets it.
+      rank: of this message; in a method, the initial one if a schedule sets it.
       follows_rank: whether a schedule sets it.
       has_layers: whether a leaf's first axis is of layers; by default a guess by its
         name.
@@ -197,7 +197,7 @@ class SummedFactors(Message):
         return power_sgd.resize(state, part, self.rank, self.has_layers)
 
     def encoded(self, part: PyTree) -> PyTree:
-        """Return the shapes of what one region adds to the two sums."""
+        """Return the shapes of one region's terms of the two sums."""
 
         def factors(part: PyTree) -> tuple[PyTree, PyTree]:
             state = self.init(part)
@@ -211,9 +211,9 @@ class SummedFactors(Message):
 def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:
     """Sum over the axis by several rings at once, each with its own share.
 
-    The leaves are concatenated and dealt to the rings. Each share is cut into one chunk
-    per shard. With q a shard's position on a ring of D shards, at each step
-    k = 0 .. D - 2 it passes one chunk to the next shard:
+    The leaves are concatenated and divided between the rings. Each share is cut into
+    one chunk per shard. With q a shard's position on a ring of D shards, at each step k
+    = 0 .. D - 2 it sends one chunk to the next shard:
 
         reduce-scatter  chunk q - k, to which the next adds its own; in the end shard q
                         has the full sum of chunk q + 1

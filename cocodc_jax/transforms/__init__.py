@@ -1,4 +1,4 @@
-"""Transformations for stale, rare or compressed updates; they need jax and optax only.
+"""Transformations for stale, rare or compressed updates; they need only jax and optax.
 
 - `delay_compensation`: correct a gradient for its delay. `curvature` has the curvatures
   that it takes, `secant` chooses their weight.
@@ -8,8 +8,8 @@
 - `muon`, `mt_adam`: inner optimizers, for a transformer's tree and with a long memory.
 
 The sign is the same everywhere: updates are gradient-like, old minus new, and descent
-is minus. Whatever is made here refuses an argument that is out of range, or of another
-kind, by a ValueError that names it. Modules are imported when they are first used.
+is minus. All factories raise a ValueError that names an argument of the wrong type or
+out of range. Modules are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING

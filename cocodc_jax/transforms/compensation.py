@@ -63,7 +63,7 @@ def delay_compensation(
     strength: optax.ScalarOrSchedule = 0.5,
     max_ratio: float | jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make stale updates what they would be at `params`, to first order.
+    """Correct stale updates to those at `params`, to first order.
 
     `update(updates, state, params, *, stale_params, **extra)` returns
     `updates + strength * curvature(updates, params - stale_params)`, in the dtype of
@@ -132,9 +132,9 @@ def adam_second_moment(b2: float | jax.Array) -> Callable[[Any], Any]:
       b2: the decay the inner optimizer was made with.
 
     Returns:
-      A function of a regional optimizer state, every leaf `[R, ...]`, that gives a
-      tree like the parameters, nu / (1 - b2^count), and nu itself, zeros, of a region
-      whose Adam has made no step yet. The state must hold one Adam's nu of each.
+      A function of a regional optimizer state, every leaf `[R, ...]`. It returns a tree
+      like the parameters, nu / (1 - b2^count), or nu, which is zero, for regions whose
+      Adam has made no step yet. The state must hold one nu for each parameter.
     """
     check_unit_interval("b2", b2)
 
@@ -168,7 +168,7 @@ _TREES = frozenset({"stale_params", "second_moment", "later_gradient", "later_pa
 
 
 def _needed_extras(curvature, updates, params, stale_params, extra):
-    """Pick what the curvature needs, or say what is missing."""
+    """Select the arguments that the curvature needs; refuse missing ones."""
     available = {"params": params, "stale_params": stale_params} | extra
     needed = {"params", "stale_params"} | curvature.needs
 
@@ -207,7 +207,7 @@ def _limit(correction, gradient, max_ratio):
         correction = jax.tree.map(lambda c: shrink.astype(c.dtype) * c, correction)
         length = shrink * length
 
-    # What is not a number stays so: a run that blows up must not look uncorrected.
+    # NaN stays NaN: a run that diverges must not look uncorrected.
     is_zero = reference == 0
     ratio = jnp.where(is_zero, 0, length / jnp.where(is_zero, 1, reference))
     return correction, jax.lax.stop_gradient(ratio).astype(jnp.float32)

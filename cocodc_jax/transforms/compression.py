@@ -18,7 +18,8 @@ The short form is
 
     form = part { "+" part }            part = name [ ":" number ]
 
-A part hands what it sends to the one after it; all but `matrices` and `ef` stand alone.
+A part passes the values that it sends to the part after it. All but `matrices` and `ef`
+may be the last.
 
 | name                                  | number     | after `+`     |
 |---------------------------------------|------------|---------------|

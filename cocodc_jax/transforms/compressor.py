@@ -1,4 +1,4 @@
-"""What a compressor is: encode a tree to a message of packed arrays, decode it again.
+"""Compressors: encode a tree to a message of packed arrays, and decode it.
 
     memory = compressor.init(tree)
     message, memory = compressor.encode(tree, memory, key)
@@ -10,9 +10,10 @@ arrays). A message is a pytree whose array leaves are exactly what goes on the w
 the shape and dtype that `decode` restores are static metadata of its `Packed` nodes,
 which both ends know beforehand. `message_bytes` counts the leaves.
 
-A compressor with memory must survive one bad batch: a number that is not finite would
-stay in its memory for good. `keep_finite` makes it keep the old memory then, and marks
-the message, which a mean over regions leaves out (`without_bad`).
+A compressor with memory must survive a bad batch: a number that is not finite would
+  stay
+in its memory forever. `keep_finite` makes it keep the old memory then, and marks the
+message, which a mean over regions leaves out (`without_bad`).
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ class CompressorEncodeFn(Protocol):
         """Encode a tree, and return the memory for the next call.
 
         Args:
-          tree: float arrays of any shape; of any dtype for `identity` alone.
+          tree: float arrays of any shape; only `identity` takes any dtype.
           memory: what `init` or the last `encode` returned.
           key: PRNG key; only stochastic rounding needs one.
 
@@ -88,14 +89,14 @@ class Compressor:
     """Three pure functions of one region, and a name.
 
     Attributes:
-      name: how configurations and reports call it.
+      name: its name in configurations and reports.
       init: returns the memory before the first message.
       encode: encodes a tree; see `CompressorEncodeFn`.
       decode: decodes a message.
-      is_sparse: whether messages do not have every entry of a leaf: others decode to 0.
+      is_sparse: whether messages lack entries of a leaf, which decode to 0.
       needs_model: whether it reads the names and shapes of a model's leaves.
-      has_memory: whether it is a result of `keep_finite`: it keeps its memory where a
-        message is not finite, and means over regions leave such messages out.
+      has_memory: whether it is a result of `keep_finite`: if a message is not finite,
+        it keeps its memory, and means over regions leave the message out.
     """
 
     name: str
@@ -139,8 +140,8 @@ def keep_finite(compressor: Compressor) -> Compressor:
     """Let a compressor with memory survive values that are not finite.
 
     If the message or the new memory of a call has a number that is not finite, the
-    memory stays as it was, and all floating-point arrays of the message become NaN, so
-    that its readers can tell (`without_bad`). A message without any has no mark.
+    memory stays as it was, and all floating-point arrays of the message become NaN, a
+    mark for its readers (`without_bad`). A message without such arrays has no mark.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.error_feedback import error_feedback
@@ -176,7 +177,7 @@ def marked(message, finite: jax.Array):
 def without_bad(messages, weights: jax.Array):
     """Give weight 0 to messages that are not finite, and their weight to the others.
 
-    If none is finite, all stay as they are: the mean is NaN, for everybody to see.
+    If none is finite, all stay as they are, so the mean is NaN and the error visible.
 
     Args:
       messages: of M regions as one tree, every array `[M, ...]`.
@@ -215,9 +216,9 @@ def per_leaf(
 ) -> Compressor:
     """Lift a pair of functions on one array to a compressor of trees, without memory.
 
-    `encode_leaf(leaf, key or None)` gives arrays, `decode_leaf(arrays, shape)` a leaf
-    of any dtype and any shape of that size. Where nothing is lost (`is_exact`), leaves
-    may be of any dtype.
+    `encode_leaf(leaf, key or None)` returns arrays, `decode_leaf(arrays, shape)` a leaf
+    of any dtype and any shape of that size. If nothing is lost (`is_exact`), leaves may
+    be of any dtype.
     """
 
     def encode(tree: Any, memory: Any, key: jax.Array | None = None) -> tuple[Any, Any]:
@@ -264,8 +265,8 @@ def identity() -> Compressor:
 class Split:
     """A message of `matrices`, in two parts."""
 
-    matrices: Any  # What the inner compressor sends, of a dict from path to matrix.
-    vectors: Any  # The others as they are, a dict from path to vector.
+    matrices: Any  # The inner compressor's message of a dict from path to matrix.
+    vectors: Any  # The other leaves unchanged, a dict from path to vector.
     paths: tuple[str, ...]  # Of all leaves in order, static.
     structure: Any  # Of the tree, static.
 
@@ -276,9 +277,9 @@ def matrices(
     """Encode matrices by `inner`, and send vectors and scalars as they are.
 
     Vectors are norm scales: one number in some thousands, by which every activation is
-    multiplied, so to shorten them saves nothing and is felt everywhere. MuLoCo (arXiv
-    2505.23725) sends them so. A leaf with a layer axis (see `layers.is_stack`) is what
-    each of its layers is.
+    multiplied. To compress them saves almost nothing and has an effect everywhere.
+    MuLoCo (arXiv 2505.23725) sends them uncompressed. A leaf with a layer axis (see
+    `layers.is_stack`) counts as one of its layers.
 
     Args:
       inner: any compressor; it sees a flat dict from path to matrix.
@@ -336,7 +337,7 @@ def matrices(
 
 
 def check_floats(name: str, tree: Any) -> None:
-    """Refuse leaves that rounding would spoil, such as counters."""
+    """Refuse leaves that must not be rounded, such as counters."""
     for path, x in named_leaves(tree):
         if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             raise ValueError(
@@ -363,9 +364,9 @@ def check_state(
     tree: Any,
     shapes: Sequence[tuple[int, ...]],
 ) -> None:
-    """Refuse a state that is not of the `kind` of a compressor, or of another tree.
+    """Refuse a state of another type than `kind`, or of another tree.
 
-    For each leaf `per_leaf(state)` has a value; `shapes` are those of the tree's own.
+    `per_leaf(state)` has a value for each leaf; `shapes` are those for this tree.
     """
     remedy = "pass what `init(tree)` of the same tree or the last `encode` returned"
     if not isinstance(state, kind):

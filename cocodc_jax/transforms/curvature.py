@@ -1,4 +1,4 @@
-"""Hessian-vector approximations, the part of delay compensation that can be chosen.
+"""Hessian-vector approximations, of which delay compensation uses one.
 
 A curvature turns a gradient `g`, taken at stale parameters, and a displacement
 `D = params - stale_params` into an approximation of `H D`, so that to first order
@@ -8,7 +8,7 @@ A curvature turns a gradient `g`, taken at stale parameters, and a displacement
 Units: `g` is either a true gradient ("gradient" units) or a per-step pseudo-gradient
 `u`, a difference of parameters ("parameter" units; for SGD `u` is `learning_rate *
 gradient`). `H D` must be in the units of `g`. Every factory says which it returns;
-those that offer `units` bring a gradient-unit product `c` over by
+those with an argument `units` convert a product `c` in gradient units by
 
     "gradient"    c                                         for true gradients
     "parameter"   learning_rate * c                         the inner optimizer is SGD
@@ -93,10 +93,10 @@ class ProductFn(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Curvature:
-    """A Hessian-vector approximation and what it needs to be given.
+    """A Hessian-vector approximation and the arguments that it needs.
 
     Attributes:
-      name: how errors and reports call it.
+      name: its name in errors and reports.
       product: approximates H D; see `ProductFn`.
       needs: names of the extra arguments. `stale_params` is supplied by
         `delay_compensation`; the caller of `update` passes the rest.

@@ -1,4 +1,4 @@
-"""Decoupled momentum: what was sent twice is averaged over those who sent it.
+"""Decoupled momentum: each coefficient is averaged over the regions that sent it.
 
 DeMo, every step, in region i with d_i from zero:
 
@@ -34,20 +34,20 @@ def average_duplicates(
 
         Q_j = sum_i w_i s_ij q_ij / sum_i w_i s_ij       s_ij = 1 if i sent j, else 0
 
-    A coefficient that one region sent keeps its size, where the mean over all M would
-    divide it by M. A region that sent a zero counts as a sender; one of weight 0 does
-    not, nor one whose message is not finite, if the compressor has a memory. What
-    nobody sent is 0.
+    A coefficient that one region sent keeps its size; the mean over all M would divide
+    it by M. A region that sent a zero counts as a sender. A region of weight 0 does
+    not, nor one whose message is not finite, if the compressor has a memory. A
+    coefficient that no region sent is 0.
 
     Args:
       messages: messages of M regions as one tree, a region axis M before every array:
         what `jax.lax.all_gather` or `jax.vmap(compressor.encode)` gives.
-      compressor: what encoded them: `top_k`, `chunked_top_k` or `dct_top_k` with any
+      compressor: of the messages: `top_k`, `chunked_top_k` or `dct_top_k` with any
         `values`, bare or in `error_feedback`.
       weights: `[M]` of the regions, up to a common factor; None weighs all equally.
       clip: whether to shorten each tensor of a region to the median of the norms that
         the tensor has in the regions of a weight above 0.
-      over_all: whether those that did not send an entry count in its mean, as zero.
+      over_all: whether regions that did not send an entry count in its mean, as zero.
 
     Returns:
       The tree, in the shapes and dtypes encoded; sums are in float32 or wider.

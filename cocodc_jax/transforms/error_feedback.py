@@ -1,11 +1,11 @@
-"""Remember what a compressor lost, and send it later.
+"""Keep a compressor's errors, and send them later.
 
     e <- decay * e + x;   message = C(e);   e <- e - decoded message
 
-With decay 1 nothing is ever lost: the sum of what was sent and the residual equals the
-sum of what was meant, so if the residual stays bounded the means agree. Decay below
-1 forgets old errors (SparseLoCo uses 0.95). A call with numbers that are not finite
-leaves the residual as it was (`compressor.keep_finite`).
+With decay 1 nothing is ever lost: the sum of the decoded messages plus the residual
+equals the sum of the inputs x, so if the residual stays bounded the means agree. A
+decay below 1 forgets old errors (SparseLoCo uses 0.95). A call with numbers that are
+not finite leaves the residual as it was (`compressor.keep_finite`).
 
 Source: Karimireddy et al., arXiv 1901.09847. Decay 1 is also DiLoCoX's (arXiv
 2506.21263, from memory, unchecked); a decay below 1 is SparseLoCo's (arXiv 2508.15706)
@@ -89,7 +89,7 @@ def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compres
 
 
 def check_no_feedback(compressor: Compressor) -> None:
-    """Refuse error feedback, also of a part, where there is one around it already."""
+    """Refuse error feedback inside of error feedback, also in a part."""
     if f"{_NAME}(" in compressor.name:
         raise ValueError(
             f"compress={compressor.name!r} brings an error feedback where there is one "

@@ -1,8 +1,8 @@
 """Pass extra arguments to an optimizer that names some, or takes none.
 
 Optax passes extra arguments (`value=`, `grad_fn=`) to a transformation that takes any,
-and none to others. Optimizers in between, which name the ones that they use and refuse
-the rest (`optax.contrib.sam`, or a user's own), get those that they name here.
+and none to others. Some optimizers name the arguments that they use and refuse others
+(`optax.contrib.sam`, or a user's own). Here they get those that they name.
 """
 
 import inspect
@@ -22,8 +22,8 @@ def with_named_extras(
     """Return the optimizer with an `update` that accepts any extra arguments.
 
     The optimizer gets all of them if it takes any (`**extra`), else those that its
-    signature names. One that only a part of it refuses, such as a link of
-    `optax.chain`, is left out for all of its parts.
+    signature names. If a part of it, such as a link of `optax.chain`, refuses an
+    argument, no part gets it.
 
     Raises:
       ValueError: by `update`, if the optimizer needs an argument that is not passed.

@@ -1,4 +1,4 @@
-"""HeLoCo: a late pseudo-gradient is kept, turned, or rid of what opposes the momentum.
+"""HeLoCo: a late pseudo-gradient is kept, turned, or partly removed.
 
 Per tensor, with D the late pseudo-gradient (old - new), m the outer momentum, u and v
 their unit directions, c = u . v, and conf = ||D|| / (||D|| + kappa ||m|| + eps):
@@ -8,15 +8,15 @@ their unit directions, c = u . v, and conf = ||D|| / (||D|| + kappa ||m|| + eps)
                      l  = min(k_d (1 - c) conf, 1)
     c < 0            D^ = D - min(k_s (-c) conf, beta_max) c ||D|| v      take off
 
-Here beta c ||D|| v is a share beta of D's part along m, which opposes it. Then
+Here beta c ||D|| v is the share beta of D's component along m, which opposes m. Then
 
     G = rho D^;   m <- mu m + (1 - mu) G;   theta <- theta - learning_rate (G + mu m)
 
-and regions go on from the look-ahead point theta - learning_rate mu m, where the
+and regions continue from the look-ahead point theta - learning_rate mu m, to which the
 momentum alone would lead (`look_ahead`). Without the correction this is `mla`.
 
 Source: HeLoCo, arXiv 2606.00271, from a published table of the rule. While m (or D) is
-zero there is no angle, and D is kept: of this the table says nothing.
+zero there is no angle, and D is kept; the table does not mention this case.
 """
 
 from collections.abc import Callable
@@ -63,11 +63,12 @@ def scale_by_heloco(
 
     Args:
       momentum: mu, in [0, 1).
-      keep_cosine: c_ok in [-1, 1], cosine from which on D is kept; at -1 all are.
+      keep_cosine: c_ok in [-1, 1], the cosine from which D is kept; at -1 all are.
       removal_rate: k_s, at least 0.
       turn_rate: k_d, at least 0.
-      confidence_scale: kappa, at least 0: how many of its lengths the momentum counts.
-      max_removal: beta_max, in [0, 1], most of what opposes that is taken off.
+      confidence_scale: kappa, at least 0: the weight of the momentum's length in conf.
+      max_removal: beta_max, in [0, 1], the largest share of the opposing component that
+        is removed.
       weight: rho, positive.
 
     Returns:
@@ -103,7 +104,7 @@ def scale_by_heloco(
 def scale_by_mla(
     momentum: float | jax.Array = 0.9, weight: float | jax.Array = 1.0
 ) -> optax.GradientTransformation:
-    """Do the same without a correction; arguments are as of `scale_by_heloco`."""
+    """Look ahead along the momentum without a correction; see `scale_by_heloco`."""
     return _look_ahead_momentum(momentum, weight, lambda g, m: g)
 
 

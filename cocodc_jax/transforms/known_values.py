@@ -1,8 +1,7 @@
-"""Evaluate what is known of a traced function when only some arguments are.
+"""Evaluate the outputs of a traced function that follow from its known arguments.
 
-An output is known if it follows from known arguments alone, through whatever is traced
-between them: calls are entered, and of a `lax.cond` with a known predicate the branch
-that is taken.
+An output is known if it follows from known arguments alone. Calls are entered, and of a
+`lax.cond` with a known predicate the branch that is taken.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 def evaluate(
     jaxpr: jex_core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]
 ) -> list[Any]:
-    """Evaluate what follows from the known arguments; None is not known."""
+    """Evaluate the outputs that follow from known arguments; None is unknown."""
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, arguments, strict=True))
 
@@ -32,7 +31,7 @@ def evaluate(
 
 
 def _outputs(eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """Return the outputs of an equation, None for those that are not known."""
+    """Return the outputs of an equation, None for unknown ones."""
     name = eqn.primitive.name
     options = eqn.params
 

@@ -1,12 +1,13 @@
-"""Which leaves of a transformer's tree are stacks of layers, found by their paths.
+"""The leaves of a transformer's tree that are stacks of layers, found by their paths.
 
-A model that is scanned keeps the blocks' leaves stacked along a leading layer axis
-(`blocks/mlp/up` is [layers, in, out]), one that is not has a subtree for each
-(`blocks/0/mlp/up`). What is stated of a tensor holds for each layer of a stack.
+A scanned model keeps the blocks' leaves stacked along a leading layer axis
+(`blocks/mlp/up` is [layers, in, out]); an unscanned one has a subtree for each block
+(`blocks/0/mlp/up`). Rules for a tensor apply to each layer of a stack.
 
-A name is a guess. Under another name than `blocks` it is said once, by a warning of the
-logger of this module, and whatever goes by it has an argument that overrides it:
-`has_layers(path) -> bool`, or `blocks`.
+Names are a guess. For another name than `blocks`, the logger of this module warns once,
+and functions that use the guess have an argument that overrides it: `has_layers(path)
+  ->
+bool`, or `blocks`.
 """
 
 import functools
@@ -81,14 +82,14 @@ def nodes_of(kind: type, tree) -> list:
 
 
 def is_block(path: str, blocks: str = BLOCKS) -> bool:
-    """Tell whether a leaf is of one block or several."""
+    """Return whether a leaf is of one block or several."""
     return blocks in path.split("/")
 
 
 def is_stack(path: str, blocks: str = BLOCKS) -> bool:
-    """Tell whether a leaf's first axis is one of layers.
+    """Return whether a leaf's first axis counts layers.
 
-    They are below `blocks`, or the first part with a name as `STACKED` has it.
+    Such leaves are below `blocks`, or below the first part whose name fits `STACKED`.
 
     >>> is_stack("blocks/mlp/up"), is_stack("blocks/0/mlp/up"), is_stack("blocks")
     (True, False, False)
@@ -112,7 +113,7 @@ def is_stack(path: str, blocks: str = BLOCKS) -> bool:
 
 @functools.cache
 def _say_of_stack(stack: str) -> None:
-    """Say once that a subtree is taken for a stack of layers by its name alone."""
+    """Warn once that a subtree counts as a stack of layers by its name alone."""
     _logger.warning(
         "the leaves below %r are taken for layers stacked along their first axis, by "
         "their name: each layer counts as a tensor of its own. If they are not, pass "
@@ -138,5 +139,5 @@ def number_below(part: str) -> int | None:
 
 
 def is_matrix(path: str, num_axes: int, blocks: str = BLOCKS) -> bool:
-    """Tell whether a leaf, or each layer of it, has at least two axes."""
+    """Return whether a leaf, or each layer of it, has at least two axes."""
     return num_axes - is_stack(path, blocks) >= 2

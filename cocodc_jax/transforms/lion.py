@@ -12,11 +12,11 @@ and of the d_i of all M regions
 then everywhere theta <- theta - eta (d + wd theta), which is
 `optax.chain(optax.add_decayed_weights(wd), optax.scale_by_learning_rate(eta))`.
 
-A region whose gradient is not finite keeps its momentum and has no vote: beside the
-bits it sends a byte that says so. If no region has a vote, d is NaN.
+A region whose gradient is not finite keeps its momentum and does not count: with the
+bits, regions send a byte for this. If no region counts, d is NaN.
 
 Source: Distributed Lion, arXiv 2404.00438, both of its rules; not checked against the
-authors' code. Differs from the paper: a bit has no zero, sent as +1.
+authors' code. Differs from the paper: a bit has no zero, which is sent as +1.
 """
 
 import math
@@ -48,7 +48,7 @@ class LionState(NamedTuple):
 
 
 class LionMessage(NamedTuple):
-    """What a region sends."""
+    """A region's message."""
 
     signs: Any  # One bit a value, as `sign_bits` encodes them.
     counted: jax.Array  # uint8 scalar, 0 if the region's gradient was not finite.

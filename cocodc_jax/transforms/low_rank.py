@@ -2,14 +2,14 @@
 
     P = orthonormalise(M Q);   Q <- M' P;   message (P, Q);   decoded M^ = P Q'
 
-Q of one call is where the next begins (warm start), so while M changes slowly the
-iteration converges to its leading singular directions. M^ is M projected on the columns
-of P: never longer than M. A tensor is folded into a matrix (`matrix_shape`), of a stack
-of layers (`layers.is_stack`) each layer; one that rank * (rows + columns) numbers would
-not shrink is sent whole.
+The next call starts from Q (warm start), so while M changes slowly the iteration
+converges to its leading singular directions. M^ is M projected on the columns of P, and
+so never longer than M. A tensor is folded into a matrix (`matrix_shape`), and so is
+each layer of a stack (`layers.is_stack`). A tensor that rank * (rows + columns) numbers
+would not shrink is sent whole.
 
-Both factors go through another compressor: `low_rank(rank, factors=int4())` is
-DiLoCoX's. Wrap it in `error_feedback`.
+Another compressor encodes both factors: `low_rank(rank, factors=int4())` is DiLoCoX's.
+Wrap it in `error_feedback`.
 
 Source: PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) and DiLoCoX (arXiv
 2506.21263, from memory, unchecked). Differs from PowerSGD's paper: there P and Q are
@@ -125,7 +125,7 @@ def resize(
 ) -> LowRankState:
     """Carry the warm start over to `low_rank(rank)`: crop columns or add random ones.
 
-    The new columns are those a fresh start would have there, the same in all regions.
+    The new columns are those of a fresh start, equal in all regions.
 
     Args:
       state: of `low_rank` with any rank; in `error_feedback` its `inner`.
@@ -134,8 +134,8 @@ def resize(
       has_layers: as of `low_rank`.
 
     Returns:
-      A state with the shapes of `low_rank(rank).init(tree)`; a tensor sent whole at
-      one rank and not at the other starts afresh.
+      A state with the shapes of `low_rank(rank).init(tree)`; a tensor that is sent
+      whole at one rank and not at the other starts afresh.
     """
     check_at_least("rank", rank, 1)
 
@@ -154,10 +154,10 @@ def effective_rank(tree, has_layers: Callable[[str], bool] = is_stack) -> jax.Ar
 
         p = s / sum(s);   exp(-sum(p log p))      n for n equal values, 1 for one
 
-    The values of a product P Q' whose P is orthonormal are those of Q, so of
-    the last message it costs next to nothing: `effective_rank(state.right)` with the
-    state that `encode` returned (not one of `init` or `resize`, which hold random
-    columns, and not of stacks, which only their paths tell from tensors).
+    The singular values of a product P Q' whose P is orthonormal are those of Q. So that
+    of the last message costs almost nothing: `effective_rank(state.right)` with the
+    state that `encode` returned. It must not be one of `init` or `resize`, which hold
+    random columns, nor of stacks, which only their paths distinguish from tensors.
 
     Args:
       tree: matrices, or tensors folded as `low_rank` folds them, a stack of layers
@@ -165,9 +165,11 @@ def effective_rank(tree, has_layers: Callable[[str], bool] = is_stack) -> jax.Ar
       has_layers: as of `low_rank`.
 
     Returns:
-      float32 scalar, the mean over the leaves, of a stack that over its layers; 1 for
-      zeros. Regions differ in it: to agree on a rank they have to average it. A tree
-      without leaves, as when all are sent whole, is refused.
+      float32 scalar, the mean over the leaves, and over the layers of a stack; 1 for
+      zeros. It differs between regions, which must average it to agree on a rank.
+
+    Raises:
+      ValueError: if the tree has no leaves, as when all are sent whole.
 
     >>> import jax.numpy as jnp
     >>> print(effective_rank(jnp.diag(jnp.array([2.0, 2.0, 0.0]))))
@@ -190,13 +192,13 @@ def _effective_rank(is_stacked, x):
 
 
 def _matrices(is_stacked, shape):
-    """Return how a leaf folds: (layers,) or (), and each matrix's rows and columns."""
+    """Return a leaf's stack axes, (layers,) or (), and its matrices' rows and columns."""
     stack = shape[: int(is_stacked)]
     return stack, matrix_shape(shape[len(stack) :])
 
 
 def start(tree, rank: int, has_layers: Callable[[str], bool] = is_stack) -> tuple:
-    """Return random right factors, equal in all regions; () for what is sent whole."""
+    """Return random right factors, equal in all regions; () for leaves sent whole."""
 
     def of_leaf(index: int, path: str, x: Any) -> Any:
         stack, (rows, columns) = _matrices(has_layers(path), jnp.shape(x))

@@ -1,4 +1,4 @@
-"""Adam with momenta of several time scales beside the raw gradient (MT-DAO).
+"""Adam with momenta of several time scales and the raw gradient (MT-DAO).
 
     u_j  <- b_j u_j + (1 - b_j) g           fast and slow, j = 1 .. J
     v    <- b2 v + (1 - b2) g^2
@@ -28,7 +28,7 @@ from cocodc_jax.transforms.numerics import (
     widen,
 )
 
-_ROUNDING = 1e-6  # of a sum of weights that is meant to be 1
+_ROUNDING = 1e-6  # Of a sum of weights that should be 1.
 
 
 def mt_adam(
@@ -44,7 +44,7 @@ def mt_adam(
     Args:
       learning_rate: a number or a schedule.
       b1s: b_j, decay of each momentum, in [0, 1).
-      weights: w_j of each; what is left to 1 is the raw gradient's.
+      weights: w_j of each; 1 minus their sum is the raw gradient's.
       b2: decay of the second moment.
       eps: added to its root.
       weight_decay: decoupled, in units of the learning rate.
@@ -69,7 +69,7 @@ def scale_by_mt_adam(
 
     Returns:
       A transformation whose state is an `optax.ScaleByAdamState` with `mu` a tuple of
-      momenta, in the order of `b1s`: whatever looks for Adam's moments finds them.
+      momenta, in the order of `b1s`, so code that looks for Adam's moments finds them.
 
     >>> import jax.numpy as jnp
     >>> transform = scale_by_mt_adam((0.5, 0.75), (0.5, 0.25), b2=0.0, eps=0.0)

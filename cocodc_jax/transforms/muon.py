@@ -8,14 +8,14 @@ Under `blocks`, every matrix [in, out], or every layer's of a scanned stack
 UV' the polar factor of B, its singular values made about equal by five Newton-Schulz
 iterations. sqrt(out / in) makes the largest change of an output's root mean square
 the same for every shape. A square matrix of width d moves by a root mean square of lr /
-sqrt(d), far less than by Adam in a wide model, so that its learning rate has to be
-larger (the authors' default is 0.02). All else takes AdamW with b2 = 0.99.
+sqrt(d), far less than with Adam in a wide model, so its learning rate must be larger
+(the authors' default is 0.02). All other leaves have AdamW with b2 = 0.99.
 
-Source: Muon, Jordan et al. 2024, by `optax.contrib.scale_by_muon`, here given the axes
-are matrices; the numbers are MuLoCo's (arXiv 2505.23725), read from the authors' code:
-momentum 0.9 without Nesterov, no maximum of the size with 1 (Jordan has one), which
-tensors. Differs from that code: the iterations have Jordan's coefficients and are in
-float32; there five sets of coefficients and bfloat16.
+Source: Muon, Jordan et al. 2024, by `optax.contrib.scale_by_muon`, which is given the
+axes of matrices. The numbers are MuLoCo's (arXiv 2505.23725), read from the authors'
+code: momentum 0.9 without Nesterov, no lower bound of 1 on the scale (Jordan has one),
+and the choice of tensors. Differs from that code: the iterations have Jordan's
+coefficients and are in float32; there they have five sets of coefficients and bfloat16.
 """
 
 import functools
@@ -58,7 +58,7 @@ def muon(
       momentum: of Muon.
       b1: of Adam.
       b2: of Adam.
-      blocks: key of the blocks in the parameter tree; without it all is AdamW's.
+      blocks: key of the blocks in the parameter tree; without it AdamW has all leaves.
 
     Returns:
       A transformation to the step to add; `update` needs `params`.
@@ -95,7 +95,7 @@ def muon(
 
 @functools.cache
 def _say_all_is_adams(blocks):
-    """Say once that no leaf is Muon's."""
+    """Warn once that Muon has no leaf."""
     _logger.warning(
         "muon finds no matrix below blocks=%r, so that all parameters are AdamW's; "
         "pass blocks=NAME, the part of their paths that has the blocks below it",
@@ -112,11 +112,11 @@ def _scaled(step, param):
 
 
 def matrix_axes(params, blocks: str = BLOCKS):
-    """Tell which leaves are matrices, and in which axes.
+    """Return which leaves are matrices, and their axes.
 
-    `params` has `blocks` as a key: the leaves of all layers stacked along a leading
+    `params` has the key `blocks`: the leaves of all layers stacked along a leading
     axis, or a dict or list from layer number to a layer's leaves. The result is a tree
-    like it: the last two axes of each matrix, and None where Adam is meant.
+    like it: the last two axes of each matrix, and None for leaves of Adam.
 
     >>> import jax.numpy as jnp
     >>> stacked = {"query": jnp.ones((3, 4, 5)), "norm": jnp.ones((3, 4))}

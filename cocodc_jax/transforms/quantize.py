@@ -1,7 +1,7 @@
-"""Compressors that shorten every value: casts, integers, FP4 E3M0 and signs.
+"""Compressors with fewer bits a value: casts, integers, FP4 E3M0 and signs.
 
 Values are cut into blocks of `block_size` in row-major order. Each block sends one
-float32 scale s, and per value a code of a few bits that stands for a fraction of s:
+float32 scale s, and for each value a code of a few bits, a fraction of s:
 
 | compressor | bits | fractions of s                     | s       | error at most     |
 |------------|------|------------------------------------|---------|-------------------|
@@ -11,13 +11,13 @@ float32 scale s, and per value a code of a few bits that stands for a fraction o
 | `fp4`      | 4    | 0, +-1/64, +-1/32, ..., +-1/2, +-1 | absmax  | x / 3, or s / 128 |
 | `sign`     | 1    | -1, 1                              | mean    | not bounded by s  |
 
-To the nearest code, or with `stochastic=True` to one of the two neighbours at random
-such that the mean is the value (unbiased, twice the error at most, of `fp4` x). FP4 is
-1 sign, 3 exponent and 0 mantissa bits (code 0 is zero) as in Streaming DiLoCo (arXiv
-2501.18512), whose scale is not published: per-block absmax is our choice. `sign` is
-scaled so that the squared error is least.
+Values are rounded to the nearest code, or with `stochastic=True` to one of the two
+neighbours at random such that the mean is the value (unbiased; at most twice the error,
+for `fp4` at most x). FP4 is 1 sign, 3 exponent and 0 mantissa bits (code 0 is zero) as
+in Streaming DiLoCo (arXiv 2501.18512), whose scale is not published: per-block absmax
+is our choice. `sign` is scaled so that the squared error is least.
 
-The 2 bits of SparseLoCo and MuLoCo are others, see `statistical.stat2`.
+The 2-bit code of SparseLoCo and MuLoCo is another one, see `statistical.stat2`.
 """
 
 import math
@@ -34,7 +34,7 @@ from cocodc_jax.transforms.packing import pack, unpack
 
 
 def float16() -> Compressor:
-    """Send two bytes a value: 11 significant bits, from 6e-8 to 65504, the most."""
+    """Send two bytes a value: 11 significant bits, from 6e-8 to at most 65504."""
     return _cast("float16", jnp.float16)
 
 

@@ -1,18 +1,18 @@
-"""A per-tensor weight for any curvature, from how the gradient really changed.
+"""A per-tensor weight for any curvature, from the observed change of the gradient.
 
-Along its own way a region sees the gradient at two places, `g` at stale_params and
-`g_later` at later_params. A curvature B predicts the change `B s` over the step
-`s = later_params - stale_params`; the observed change is `y = g_later - g`. The weight
-that fits best is the secant estimate
+A region has the gradient at two points of its path, `g` at stale_params and `g_later`
+at later_params. A curvature B predicts the change `B s` over the step `s = later_params
+- stale_params`; the observed change is `y = g_later - g`. The weight that fits best is
+the secant estimate
 
     w = argmin ||y - w B s||^2 = <y, B s> / <B s, B s>,   clipped to [0, max_weight]
 
-and the product returned is `w B D`. With `isotropic`, w is the inverse of the long
+and the result is `w B D`. With `isotropic`, w is the inverse of the long
 Barzilai-Borwein step; with the exact Hessian of a quadratic, w = 1. A negative w would
-mean that the curvature points the wrong way, so the correction is then left out.
+mean that the curvature points in the wrong direction, so there is no correction then.
 
-No published source, derived here: CoCoDC (arXiv 2504.17672) has a fixed weight. Costs
-one more product of B and three tree reductions, no gradient.
+It has no published source and is derived here: CoCoDC (arXiv 2504.17672) has a fixed
+weight. It costs one more product of B and three tree reductions, but no gradient.
 """
 
 import functools
@@ -32,13 +32,13 @@ from cocodc_jax.transforms.numerics import (
 def secant(
     base: str | Curvature, max_weight: float | None = None, scope: str = "tensor"
 ) -> Curvature:
-    """Weigh `base` by the change of the gradient seen between two places.
+    """Weight `base` by the observed change of the gradient between two points.
 
-    Besides what `base` needs, `delay_compensation(...).update` must be given
-    `later_gradient` (a tree like the updates and in their units and sign) and
-    `later_params` (where it was taken). In the region program the updates are the
-    per-step pseudo-gradient of the whole overlap, `later_gradient` is that plus the
-    change from its first half to the second, and `later_params` is halfway.
+    Besides the needs of `base`, `delay_compensation(...).update` needs `later_gradient`
+    (a tree like the updates, in their units and sign) and `later_params` (where it was
+    taken). In the region program the updates are the per-step pseudo-gradient of the
+    full overlap, `later_gradient` is that plus the change from its first half to the
+    second, and `later_params` is halfway.
 
     Args:
       base: the curvature to weigh, or the name of one with its default options; its

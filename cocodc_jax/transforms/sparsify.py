@@ -1,16 +1,17 @@
-"""Compressors that send only the largest values, and where they are.
+"""Compressors that send only the largest values, and their positions.
 
-Indices are packed with as few bits as the chunk (or tensor) needs. What is not sent is
-lost: wrap them in `error_feedback`.
+Indices are packed with as few bits as the chunk (or tensor) needs. Other values are
+lost: wrap these compressors in `error_feedback`.
 
-A tensor is folded into a matrix (`matrix_shape`) and padded with zeros to whole chunks
-of `chunk_side` by `chunk_side` (less where the matrix is smaller; a vector's chunks
-are 1 by `chunk_side`). The transform is orthonormal, so the largest coefficients
-leave the smallest squared error.
+A tensor is folded into a matrix (`matrix_shape`) and padded with zeros to full chunks
+of `chunk_side` by `chunk_side` (smaller ones if the matrix is smaller; a vector's
+chunks are 1 by `chunk_side`). The transform is orthonormal, so sending the largest
+coefficients makes the squared error least.
 
 Source: DeMo (arXiv 2411.19870) for the chunked transform, SparseLoCo (arXiv 2508.15706)
-for chunks without it, both as read from the authors' code. SparseLoCo's k is of a whole
-chunk (otherwise one of 64 entries would be sent whole), DeMo's is not scaled.
+for chunks without it, both as read from the authors' code. SparseLoCo's k is that of a
+full chunk, and smaller chunks send their share (otherwise a chunk of 64 entries would
+be sent whole); DeMo's k is not scaled.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ class ReadFn(Protocol):
           shape: of its leaf.
 
         Returns:
-          Places, int32 [rows, k], distinct in each row, and coefficients [rows, k].
+          Positions, int32 [rows, k], distinct in each row, and coefficients [rows, k].
         """
         ...
 
@@ -63,7 +64,7 @@ class InvertFn(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SparseCompressor(Compressor):
-    """A compressor whose messages say which coefficients of a leaf they carry.
+    """A compressor whose messages show which coefficients of a leaf they contain.
 
     The coefficients of a leaf are [rows, size]: a row is a chunk, or the whole leaf.
 
@@ -108,7 +109,7 @@ def chunked_top_k(
     """Send the k largest values of each chunk.
 
     Args:
-      k: values of a whole chunk; of a smaller one its share of them, at least one.
+      k: values of a full chunk; a smaller one sends its share, at least one.
       chunk_side: rows and columns of a chunk.
       values: stateless compressor for the values, `identity()` if None. It sees
         [chunks, k] of a tensor at once.
@@ -131,7 +132,7 @@ def dct_top_k(
     """Send the k largest coefficients of each chunk's 2-D cosine transform.
 
     Args:
-      k: coefficients per chunk (all of a chunk that has fewer).
+      k: coefficients per chunk; a chunk with fewer sends all.
       chunk_side: rows and columns of a chunk.
       values: stateless compressor for the coefficients, `identity()` if None.
     """
@@ -165,7 +166,7 @@ def _chunked(name, k, chunk_side, values, transform, count):
 def _sparse(name, values, count, split, join, row_size):
     """Build the compressor that sends the `count(size)` largest of each row.
 
-    `split(leaf)` gives coefficients [rows, size], `join(coefficients, shape)` undoes
+    `split(leaf)` returns coefficients [rows, size], `join(coefficients, shape)` inverts
     it, and `row_size(shape)` is that size.
     """
     inner = stateless("values", values)
@@ -206,7 +207,7 @@ def _sparse(name, values, count, split, join, row_size):
 
 
 def _sides(rows, columns, side):
-    """Return a chunk's height and width; there is none in a tensor without values."""
+    """Return a chunk's height and width; a tensor without values has no chunk."""
     return max(1, min(side, rows)), max(1, min(side, columns))
 
 
@@ -221,7 +222,7 @@ def _to_chunks(matrix, side):
 
 
 def _from_chunks(chunks, rows, columns):
-    """Undo `_to_chunks`."""
+    """Invert `_to_chunks`."""
     _, height, width = chunks.shape
     grid = -(-rows // height), -(-columns // width)
     matrix = chunks.reshape(*grid, height, width).transpose(0, 2, 1, 3)

@@ -1,6 +1,6 @@
-"""`stat2`: 2 bits a value, bins as wide as a tensor is spread, decoded as their means.
+"""`stat2`: 2 bits a value, four bins by a tensor's spread, decoded as their means.
 
-Of each tensor x of n values:
+For each tensor x of n values:
 
     shift  = mean(x);   sigma^2 = sum (x - shift)^2 / (n - 1)
     scale  = 6 sigma / 4                       four bins over six standard deviations
@@ -8,15 +8,15 @@ Of each tensor x of n values:
     table  = the mean of the values of each code, 0 where there are none
     decoded = table[code]
 
-The bins meet at shift - 2.25 sigma, - 0.75 and + 0.75: the first is nearly empty, and
-the last holds all that is above. The decoded values have the tensor's mean, and the
-error is never longer than x - shift. Of normal numbers it is 0.42 of their length and
-of Laplace ones 0.46, where four even levels up to the largest of 256 values
-(`quantize.int2`) err by 0.60 and 1.03. A stack of layers is one tensor.
+The borders of the bins are shift - 2.25 sigma, - 0.75 and + 0.75: the first bin is
+nearly empty, and the last has all values above. The decoded values have the tensor's
+mean, and the error is never longer than x - shift. For normal numbers it is 0.42 of
+their length and for Laplace ones 0.46; with four even levels up to the largest of 256
+values (`quantize.int2`) it is 0.60 and 1.03. A stack of layers is one tensor.
 
-Source: what SparseLoCo (arXiv 2508.15706) and MuLoCo (arXiv 2505.23725) send, read from
-public code of both and of hivemind, whose 8-bit code it is with 256 bins. There the
-table has the means of x - shift, and shift is a fifth number beside it.
+Source: the code of SparseLoCo (arXiv 2508.15706) and MuLoCo (arXiv 2505.23725), read
+from public code of both and of hivemind, which has it for 8 bits with 256 bins. There
+the table has the means of x - shift, and shift is sent as a fifth number.
 """
 
 import math

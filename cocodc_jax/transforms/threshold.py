@@ -3,7 +3,7 @@
     every `every`-th call:   t = the k-th largest |x| of the tensor, k = density * size
     every call:              send the entries with |x| >= t, at most capacity of them
 
-As the number of entries above an old threshold varies and the message's size must not,
+The number of entries above an old threshold varies, but the message's size must not. So
 it has room for `capacity = slack * k` entries, taken in order of position; unused room
 is sent as padding. Entries beyond the capacity are not sent: wrap the compressor in
 `error_feedback`, whose residual grows until the next sort finds them.
@@ -144,8 +144,9 @@ def _kth_largest(x, density):
 def _first_true(mask, count, width=32):
     """Find the positions of the first `count` True, in order, then mask.size.
 
-    As `jnp.nonzero(mask, size=count, fill_value=mask.size)`, which scatters all of the
-    mask: here the j-th is looked up, first its block of `width`, then its place there.
+    It equals `jnp.nonzero(mask, size=count, fill_value=mask.size)`, which scatters all
+    of the mask. Here the j-th is looked up: first its block of `width`, then its
+    position in the block.
     """
     blocks = jnp.pad(mask, (0, -mask.size % width)).reshape(-1, width)
     reached = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
@@ -160,8 +161,8 @@ def _first_true(mask, count, width=32):
 def _num_below(ascending, values):
     """Count how many of `ascending` are below each of `values`, all int32.
 
-    As `jnp.searchsorted`, which JAX 0.10.2 cannot trace in a scan under a partly manual
-    `shard_map`, where the region programs are.
+    It equals `jnp.searchsorted`, which JAX 0.10.2 cannot trace in a scan under a partly
+    manual `shard_map`, as region programs have it.
     """
     count = jnp.zeros_like(values)
     for bit in reversed(range(ascending.size.bit_length())):

@@ -1,7 +1,7 @@
 """The interface of schedules: asked for the next event, a schedule returns it.
 
-A schedule is a value; its state is of its own class, with plain values that JSON can
-hold. Everything that executes events on a host (devices, a simulated network) runs the
+A schedule is a value. Its state is of its own class, with plain values that JSON can
+hold. All code that executes events on a host (devices, a simulated network) runs the
 same loop, `events_at`:
 
     while (step := schedule.next_step(state)) <= end:
@@ -30,7 +30,7 @@ FINISH = "finish"
 
 
 class Event(NamedTuple):
-    """Something that happens to one sync of a fragment."""
+    """An event of one sync of a fragment."""
 
     # `START` (its message is sent), `MIDWAY` (half of its delay has passed; only if a
     # merge needs a copy then) or `FINISH` (outer step and merge).
@@ -86,7 +86,7 @@ class Applied(NamedTuple):
 
 
 class Observe(Protocol):
-    """How a schedule reads what it may know: values that are equal in every region."""
+    """Reads observations for a schedule: values that are equal in every region."""
 
     def __call__(self, name: str, /) -> Any:
         """Return an observation.
@@ -238,7 +238,8 @@ class Schedule(abc.ABC):
     def begin_at(self, step: int) -> Any:
         """Return the state of a schedule whose first step comes after `step`.
 
-        Every fragment counts as sent then; other schedules' observations go unused.
+        Every fragment counts as sent at `step`; observations of other schedules are not
+        used.
         """
         state = self.init()
         last_start = (step or -1,) * len(state.last_start)
@@ -269,7 +270,7 @@ class Schedule(abc.ABC):
 def events_at(
     schedule: Schedule, state: Any, step: int, observe: Observe = nothing
 ) -> Iterator[tuple[Any, Event | None]]:
-    """Yield everything that happens at `step`, in order.
+    """Yield all events at `step`, in order.
 
     It yields the state after an event, and the event; the last one is None.
     """
@@ -281,7 +282,7 @@ def events_at(
 
 
 def most_in_flight(schedule: Schedule, num_steps: int) -> int:
-    """Return how many syncs are in flight at once at most, in the first `num_steps`."""
+    """Return the most syncs that are in flight at once in the first `num_steps`."""
     state = schedule.init()
     most = 0
     while (step := schedule.next_step(state)) <= num_steps:

@@ -1,7 +1,7 @@
-"""Blocking syncs of fragments that each have a period of their own.
+"""Blocking syncs of fragments with different periods.
 
 Fragment p starts at every multiple of its period and is applied at once. Fragments that
-are due at one step sync one after the other, in their order. With equal periods that is
+are due at one step sync one after another, in their order. With equal periods that is
 DiLoCo, in as many messages as there are fragments.
 """
 

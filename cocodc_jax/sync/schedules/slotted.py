@@ -1,7 +1,7 @@
 """Schedules whose fragments start at slots, `slot_steps` inner steps apart.
 
-`Slotted.serve` says what a slot serves: a choice (`adaptive.py`), or the fixed order of
-the schedules here. `measured.py` moves the slots themselves.
+`Slotted.serve` returns the fragment that a slot serves: by a choice (`adaptive.py`), or
+in the fixed order of the schedules here. `measured.py` moves the slots.
 
 - `staggered` (Streaming DiLoCo, arXiv 2501.18512): slot j serves fragment j mod K with
   slots H / K apart, so fragment p starts at p H / K, then every H steps; it is applied
@@ -13,10 +13,10 @@ the schedules here. `measured.py` moves the slots themselves.
   applied. The message of the round before the first is zero, so that at the first slot
   the regions go back to the outer parameters: an update never counts twice.
 
-At a step, arriving fragments are applied before others are sent, which see them merged
-already. So a single fragment with tau = H is merged in the step of its next start, and
-then sent with a pseudo-gradient measured from the new outer fragment. Only
-one-step-stale messages have the opposite order.
+At a step, arriving fragments are applied before others are sent. So a single fragment
+with tau = H is merged in the step of its next start, and then sent with a
+pseudo-gradient measured from the new outer fragment. Only one-step-stale messages have
+the opposite order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Slotted schedules inside a compiled program, with their state as arrays.
 
-The same schedules and rule of choice as on the host (`adaptive.py`), evaluated at each
-step. Scores are float32, where the host has float64: of two scores that are equal in
-float32 the other fragment may be chosen.
+The schedules and their rule of choice are those of the host (`adaptive.py`), evaluated
+at each step. Scores are float32, but float64 on the host: if two scores are equal in
+float32, another fragment may be chosen.
 """
 
 from typing import Any, NamedTuple, cast
