@@ -1,7 +1,7 @@
 """The table of methods: each is a composition of the same few parts.
 
-Regions exchange something now and then (`Sync`), at every step (`PerStep`), or never.
-A `Sync` has four parts: the schedule, *when* fragments start and are merged
+Regions exchange something from time to time (`Sync`), at every step (`PerStep`), or
+never. A `Sync` has four parts: the schedule, *when* fragments start and are merged
 (`sync.schedules`); the message, *what* is sent of them (`sync.messages`, and
 `sync.averages`); the outer optimizer, which steps on the mean (`sync.outer`); and the
 merge, what a region does with the result (`sync.merge`). Every method is an instance:
@@ -51,17 +51,16 @@ Each file says at which limit its method is another. `cocodc` with N = K and alp
 mixing in place of compensation is `streaming_diloco` up to the order of the fragments.
 
 Each method is a file whose docstring has the full algorithm, its source and how sure we
-are. Those of `contrib` are from memory, in part or in full. What was measured is of one
-seed of the preset tiny, if nothing else is said: 840k parameters, 480 steps, H 40, four
-regions; docs/results/methods.md has the command and compares all of them. Symbols are
-the same everywhere: M regions, K fragments, H inner steps in a sync interval, tau inner
-steps from a start to its merge, theta^m a region's parameters, theta^g the outer ones,
-and Delta = theta^g - theta^m a pseudo-gradient, old minus new, so descent is minus
-Delta. Only `des_loc` and `mt_dao` exchange the state of the inner optimizer.
+are. Those of `contrib` are from memory, in part or in full. Measurements are of one
+seed of the preset tiny, unless they say otherwise: 840k parameters, 480 steps, H 40,
+four regions; docs/results/methods.md has the command and compares all of them. Symbols
+are the same everywhere: M regions, K fragments, H inner steps in a sync interval, tau
+inner steps from a start to its merge, theta^m a region's parameters, theta^g the outer
+ones, and Delta = theta^g - theta^m a pseudo-gradient, old minus new, so descent is
+minus Delta. Only `des_loc` and `mt_dao` exchange the state of the inner optimizer.
 
 A new method is a file with a function that returns a `Method`, and a line in `METHODS`;
-its arguments become flags. A value that makes no sense is refused by a ValueError that
-names the argument.
+its arguments become flags. A ValueError names an argument whose value is invalid.
 """
 
 import inspect
@@ -155,7 +154,7 @@ def adapted(
     exclude_above: float | None = None,
     robust_mean: str | None = None,
 ) -> Method:
-    """Return a method with what every method takes; each argument is a flag.
+    """Return a method with the arguments that every method takes, all of them flags.
 
     Args:
       method: any method.
@@ -177,7 +176,7 @@ def adapted(
         values, entry by entry.
 
     Raises:
-      ValueError: for a value that is unknown, or that the method cannot have.
+      ValueError: for a value that is unknown, or that the method does not support.
     """
     if compress is not None:
         method = method.compressed(compression.parse(compress))

@@ -3,8 +3,8 @@ r"""`async_sparta` (arXiv 2601.22442): a few parameters averaged late, and corre
 Every H steps, at sync t, the next subset S_t of the coordinates is averaged over the
 regions, parameters and not pseudo-gradients. Subsets take turns: those of one cycle
 have every coordinate once, and each cycle draws new ones, equal in all regions. The
-mean crosses during the next H steps. Each region m keeps a moving average $d^m$ of what
-it does while a mean crosses, and adds it to the mean that arrives:
+mean crosses during the next H steps. Each region m keeps a moving average $d^m$ of its
+progress while a mean crosses, and adds it to the mean that arrives:
 
 $$
 \begin{align*}
@@ -15,13 +15,13 @@ d^m_j &\leftarrow \lambda d^m_j
 $$
 
 The first subset's average starts at its own progress, all others' at zero. Other
-coordinates stay as they are, so regions are never equal. A subset is ceil(1 / p)-th of
-every tensor, with p the share `mask_density`. With `is_delayed=False` the mean arrives
-at once, and nothing is corrected: sparse parameter averaging, SPARTA.
+coordinates stay as they are, so regions are never equal. A subset has one in ceil(1 /
+p) coordinates of every tensor, with p the share `mask_density`. With `is_delayed=False`
+the mean arrives at once, and nothing is corrected: sparse parameter averaging, SPARTA.
 
-Each region has outer parameters of its own (`RegionalOuter`): what it continues from.
+Each region has its own outer parameters (`RegionalOuter`), from which it continues.
 Positions are known to all and are not sent. As messages are parameters, `compress` has
-no meaning, and the norm that is recorded of a sync is that of the averaged entries.
+no meaning, and the recorded norm of a sync is that of the averaged entries.
 
 Source: AsyncMesh, Ajanthan et al., arXiv 2601.22442; read from the authors' code (its
 data-parallel half, `sparta_method=ema`, and the partition of the coordinates). The
@@ -125,7 +125,7 @@ def sparse_averages(
         if is_delayed:
             progress = advanced(state, now, subset(state.num_syncs - 1, now))
 
-        # Of a region that is not finite nothing stays, but for how often it was asked.
+        # A region that is not finite changes nothing of the state but the count.
         finite = is_finite(now)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         return message, SparseAveragesState(
@@ -192,8 +192,8 @@ def subsets(density: float, seed: int, turn: jax.Array, part: Fragment) -> Fragm
     With n = min(ceil(1 / density), size) subsets of a tensor, the n-th path in
     alphabetical order draws an order of its positions anew every n turns, by
     `bits(fold_in(fold_in(key(seed), number), turn // n), size)`. Subset j has every
-    n-th of them from the j-th on. Where the last ones are shorter, a position is that
-    after the end.
+    n-th of them from the j-th on. If the last subsets are shorter, they are filled with
+    the position after the end.
     """
     positions = {}
     for number, path in enumerate(sorted(part)):

@@ -1,10 +1,10 @@
 r"""`cocodc`, `cocodc_paper` (arXiv 2504.17672): compensation and adaptive transmission.
 
 **When** (`schedules.adaptive`). There are N >= K syncs in H steps, so a slot every
-$h = \lfloor H / N \rfloor$ steps. A slot serves the fragment whose deadline is near:
-each starts within H steps, strictly. Else it serves one that was never sent, else the
-fragment p of the highest score $R_p$. Let $d_p$ be its number of parameters, $I_p$ the
-steps between its last two starts, and $a_p$ those since the last:
+$h = \lfloor H / N \rfloor$ steps. Each fragment starts within H steps, strictly: a slot
+serves a fragment whose deadline is near. Else it serves one that was never sent, else
+the fragment p of the highest score $R_p$. Let $d_p$ be its number of parameters, $I_p$
+the steps between its last two starts, and $a_p$ those since the last:
 
 $$
 R_p = \frac{\lVert \Delta_p \rVert}{d_p \, I_p} \;\; \text{(pseudo_gradient)}, \qquad
@@ -26,8 +26,8 @@ v \leftarrow \mu v + \Delta, \qquad
 \theta^g \leftarrow \theta^g - \eta \, (\Delta + \mu v)
 $$
 
-Then the region moves its own progress u, old minus new per step, from the point where
-it was made to the outer parameters, by a first-order Taylor expansion:
+Then the region carries its own progress u, old minus new per step, over from the point
+where it was made to the outer parameters, by a first-order Taylor expansion:
 
 $$
 \begin{align*}
@@ -260,7 +260,7 @@ def _as_coded() -> Curvature:
 def _curvature(
     curvature: str | Curvature, units: str | None, sync_interval: int
 ) -> Curvature:
-    """Return a curvature whose product is in parameter units, as the merge wants it."""
+    """Return a curvature whose product is in parameter units, as the merge needs it."""
     if not isinstance(curvature, str):
         if units is not None:
             raise ValueError(

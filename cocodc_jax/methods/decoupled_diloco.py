@@ -32,17 +32,17 @@ v &\leftarrow \mu v + \Delta \\
 \end{align*}
 $$
 
-Both means are linear, so messages can be summed on their way. If regions disagree, a
-plain mean (`averaging="mean"`) shortens the step; this does not. Late regions merge the
-result like all others. Fragments are of nearly equal size: each tensor, largest first,
-goes to the smallest fragment so far. With equal answers, plain means and strided blocks
-the method is `streaming_diloco`.
+Both means are linear, so messages can be summed while they cross. If regions disagree,
+a plain mean (`averaging="mean"`) shortens the step; RDA does not. Late regions merge
+the result like all others. Fragments are of nearly equal size: each tensor, largest
+first, goes to the smallest fragment so far. With equal answers, plain means and strided
+blocks the method is `streaming_diloco`.
 
 Source: Decoupled DiLoCo, arXiv 2604.21428; RDA, quorum, grace window and weights from a
 published summary.
-Differs from the paper: which regions are late is given, the same in every round; there
-learners do not wait for one another either. How fragments are balanced, and that
-regions mix (as in streaming), is ours.
+Differs from the paper: which regions are late is an argument, the same in every round;
+there learners do not wait for one another either. The balancing of fragments, and the
+mixing (as in streaming), are ours.
 Defaults: published H 24, 24 fragments, tau 2, Q 1; here the same, all answers taking
 tau if `answer_steps` does not say, G 2 and streaming's eta 0.4, mu 0.9, alpha 0.5. A
 model of fewer than K tensors is refused.

@@ -23,9 +23,9 @@ q_j &= \frac{1}{|S_j|} \sum_{m \in S_j} q^m_j \\
 $$
 
 Parameters stay equal in all regions, momenta do not. The sign has no length, so the
-learning rate is another one than AdamW's: `sign_lr_fraction` of it. A mean over senders
-is safe here, as only its sign is used. Compressors that do not say which values they
-carry are averaged over all regions.
+learning rate is not AdamW's but `sign_lr_fraction` of it. A mean over senders is safe
+here, as only its sign is used. Messages that do not show which values they contain are
+averaged over all regions.
 
 Source: DeMo, Peng et al., arXiv 2411.19870; read from the authors' code.
 Differs from the paper: there the momentum adds the gradient times the learning rate,

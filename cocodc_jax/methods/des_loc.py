@@ -22,11 +22,11 @@ s^m \leftarrow \frac{1}{M} \sum_n s^n \;\; \text{(every 6th)}
 $$
 
 With eta 1 and mu 0, the defaults, this is the plain mean. Parameters, first and second
-moments have half-lives of their own, and what changes slowly need not be sent often. On
+moments have different half-lives, and slowly changing values need not be sent often. On
 average a sync carries 1 + 1/3 + 1/6 = 1.5 times the parameters. Averaging all of them
 every time (Local Adam) carries 3 times. Moments are sent in at least float32, whatever
 `compress` does to the parameters. Adam's count is not sent, nor is the state of other
-optimizers (of Muon's tree only the part that Adam takes).
+optimizers (of Muon's tree, only Adam's part is).
 
 Source: DES-LOC, Iacob, Sani, Safaryan et al., arXiv 2505.22549; rules and the factors
 of 3 and 6 from published digests.

@@ -21,9 +21,9 @@ $$
 The outer optimizer is `optax.sgd(eta, mu, nesterov=True)`. The inner optimizer's state
 stays as it is.
 
-With `router_interval`, the routers of a mixture of experts are a fragment of their own,
-with that interval and a momentum of their own. They are few parameters, and decide in
-each region which tokens an expert learns from.
+With `router_interval`, the routers of a mixture of experts are a separate fragment,
+with that interval and a separate momentum. They are few parameters, and decide in each
+region which tokens an expert learns from.
 
 Source: DiLoCo, Douillard et al., arXiv 2311.08105, algorithm 1; read from the authors'
 later code. Derived here: with H = 1, eta = 1, mu = 0 and SGD inside it is

@@ -1,8 +1,8 @@
 r"""`gpa` (arXiv 2512.17131): one region whose iterates are averaged at every step.
 
-One region, M = 1. What DiLoCo does to one region in two loops (`snoo`), generalized
-primal averaging does smoothly. A step d of the inner optimizer is taken from y, and two
-sequences follow, which begin where training does:
+There is one region, M = 1. Generalized primal averaging does smoothly what DiLoCo with
+one region does in two loops (`snoo`). The inner optimizer steps from y, and two further
+sequences follow, which begin at the initial parameters:
 
 $$
 \begin{align*}
@@ -13,10 +13,10 @@ y &\leftarrow \mu_y x + (1 - \mu_y) \, z
 \end{align*}
 $$
 
-z is the inner optimizer's sequence, x its average, which is evaluated, y where the next
-gradient is taken. It is a composition: a sync after every step, whose outer parameters
-are x (`eval_loss_outer`), whose outer optimizer keeps z - x
-(`transforms.primal_average`), and from which the region goes on at y (`eval_loss`).
+z is the inner optimizer's sequence, x its average, which is evaluated, and y the point
+of the next gradient. The method is a sync after every step, whose outer parameters are
+x (`eval_loss_outer`), whose outer optimizer keeps z - x (`transforms.primal_average`),
+and from which the region continues at y (`eval_loss`).
 
 Nothing is sent, so `compress` has no meaning. As in every method with syncs, x and z
 are in float32 in the host's memory; on an accelerator `outer_placement="divided"` keeps

@@ -13,9 +13,9 @@ $$
 \end{align*}
 $$
 
-Other coordinates stay as they are. So nothing is lost that a region learned while the
-message crossed. The positions are known to all and are not sent. $\theta^g$ consists of
-the last mean of each coordinate; evaluation uses the mean of the regions.
+Other coordinates stay as they are, so a region's progress while the message crosses is
+kept. The positions are known to all and are not sent. $\theta^g$ consists of the last
+mean of each coordinate; evaluation uses the mean of the regions.
 
 Source: LOSCAR-SGD, arXiv 2605.20866; mean, mask and merge from a published summary.
 That the merge is CoCoDC's without a curvature is derived here; with Nesterov and

@@ -31,19 +31,21 @@ l^m &\leftarrow l^m + \tfrac{1}{2} \, r \, n_m (\bar h^m - h^m)
 $$
 
 a spring to the middle between a region and its neighbors, and a dual variable that sums
-to zero over the regions, whatever C does. It begins at rest, with $z^{mn} = r \theta$.
+to zero over the regions, whatever C does. The dual starts at 0, with $z^{mn} = r
+\theta$.
 
-**The sign of** $2 r h^n$. At rest $z^{mn} + z^{nm} = 2 r h^n$ for both ends of an edge,
-so all h are equal, and the gradients sum to zero over the regions. With a minus, as the
-line is sometimes written, regions are driven away from that point: a test has both.
+**The sign of** $2 r h^n$. At a fixed point $z^{mn} + z^{nm} = 2 r h^n$ for both ends of
+an edge, so all h are equal, and the gradients sum to zero over the regions. With a
+minus, as the line is sometimes written, regions are driven away from that point; a test
+shows both.
 
 Source: Ren, Bastianello, Johansson, Parisini: LT-ADMM, arXiv 2501.13516; LT-ADMM-CC,
 arXiv 2508.15509, whose compressed messages are from memory. Sign and first z are those
 of a public implementation of LT-ADMM (not the authors'); the sums are derived here.
 Differs from the paper: there the inner step is SGD; here it is the run's inner
-optimizer. AdamW gets the corrected gradient as its gradient (clipped together), so a
-step is zero where it was, but its length is another for each number. There, parameters
-and z are both sent compressed; here z is not sent. No variance reduction.
+optimizer. AdamW gets the corrected gradient as its gradient (clipped together), so the
+fixed point is the same, but each number has another step length. There, parameters and
+z are both sent compressed; here z is not sent. No variance reduction.
 Defaults: published ones are of small convex problems; here H 30, r 0.01, ring, int8.
 Measured here: docs/results/methods.md; several r in docs/results/archive/methods.md.
 """
@@ -59,7 +61,7 @@ from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import Compressor, zeroed
 from cocodc_jax.transforms.numerics import check_choice, check_rate, is_finite
 
-# Graph to the group of `RegionalOuter` that hears it.
+# The group of `RegionalOuter` for each graph.
 GRAPHS = {"ring": "ring", "complete": "all"}
 
 
@@ -118,8 +120,8 @@ def admm(penalty: float, graph: str) -> RegionalOuter:
     ) -> tuple[PyTree, AdmmState]:
         change = jax.tree.map(jnp.negative, pseudo_gradient(params, local))
 
-        # Neighbors add up what they receive: a change that is not finite is sent as
-        # none, so that what they know of the region stays what it knows itself.
+        # Neighbors add up the changes that they receive. If a change is not finite, the
+        # region sends none, so that their sum stays equal to its own.
         finite = is_finite(change)
         message, new_memory = compressor.encode(
             zeroed(change, finite), state.compressor, key

@@ -12,13 +12,15 @@ G &= \rho \Delta^m, \qquad v \leftarrow \mu v + (1 - \mu) \, G \\
 \end{align*}
 $$
 
-While a region trains, the others move $\theta^g$ on, mostly along v. From the
-look-ahead point the region trains about where its answer will be applied. `heloco` adds
-a correction of what arrives, and is equal bit for bit where it corrects nothing.
+While a region trains, the others move $\theta^g$ on, mostly along v. So from the
+look-ahead point the region trains near the point at which its progress will be applied.
+`heloco` adds a correction of arriving pseudo-gradients, and is equal bit for bit if it
+corrects none.
 
-Source: what HeLoCo (arXiv 2606.00271) is built on and compared with, asynchronous
-momentum look-ahead; momentum and look-ahead as in that paper's published table.
-Differs from the paper of its own: unknown, it was not available.
+Source: asynchronous momentum look-ahead, on which HeLoCo (arXiv 2606.00271) is built
+  and
+with which it is compared; momentum and look-ahead as in that paper's published table.
+Differs from the paper: unknown, as the method's own paper was not available.
 Defaults: HeLoCo's published eta 0.7, mu 0.9, rho 1; here the same, H 50. With mu = 0 it
 is `delayed_nesterov` with N = 1 and no momentum.
 Measured here: docs/results/methods.md; too long a step for so short a run.

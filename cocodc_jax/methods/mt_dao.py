@@ -23,8 +23,8 @@ and weights are the inner optimizer's: `beta1`, `slow_beta`, `fast_weight`,
 Source: MT-DAO, Iacob, Jovanovic, Safaryan et al., arXiv 2510.05361; the step and 0.999
 from a published digest, bias corrections from the authors' public code.
 Derived here: with `slow_weight` 0 and `fast_weight` 1 it is `des_loc`.
-Differs from the paper: there momenta may each have a rhythm of their own; here the
-first moments share one.
+Differs from the paper: there each momentum may have its own interval; here the first
+moments share one.
 Defaults: published slow decay 0.999 (0.99 to 0.995 in short runs, where the memory may
 not be longer than the run); weights not found, here 0.7 fast, 0.2 slow, 0.1 gradient,
 an example in the authors' code; 3 and 6 are DES-LOC's; H 30.

@@ -33,8 +33,8 @@ Norm scales are sent in full (`matrices`). stat2 sends the means of four bins
 
 Source: MuLoCo, arXiv 2505.23725; update and numbers read from the authors' code.
 Differs from the paper's code: the coefficients of Newton-Schulz, see `transforms.muon`;
-without `--beta2` Adam's b2 is 0.99, of which presets may say otherwise; a scanned stack
-of layers is one tensor for the 2-bit code's mean and spread.
+without `--beta2` Adam's b2 is 0.99, unless the preset has another; a scanned stack of
+layers is one tensor for the 2-bit code's mean and spread.
 Defaults: published H 30, b 0.9 without Nesterov, beta 0.9, eta 0.9 and mu 0.8 with 8
 regions (0.6 and 0.7 with one; 0.7 and 0.6 in a later version); here H 30, b 0.9, beta
 0.9, eta 0.9, mu 0.8.

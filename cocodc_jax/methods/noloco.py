@@ -102,7 +102,7 @@ def noloco(
 
 
 class PairMessage(NamedTuple):
-    """What a region sends its partner."""
+    """A region's message to its partner."""
 
     params: PyTree  # Its outer parameters.
     pseudo_gradient: PyTree
@@ -118,7 +118,7 @@ class PairState(NamedTuple):
 def noisy_pairs(
     learning_rate: float, momentum: float, pull: float, seed: int
 ) -> RegionalOuter:
-    """Step by a pair's mean in place of everyone's, see the module."""
+    """Step by a pair's mean, not by that of all regions, see the module."""
     optimizer = group_heavy_ball(learning_rate, momentum, pull)
 
     def payload(params: PyTree, local: PyTree) -> PairMessage:

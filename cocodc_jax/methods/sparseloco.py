@@ -20,8 +20,8 @@ q_j = \frac{1}{|S_j|} \sum_{m \in S_j} q^m_j, \qquad
 \theta^m \leftarrow \theta^g
 $$
 
-stat2 (`transforms.statistical`) codes around the mean of all that a tensor sends, and
-decodes as the means of its bins. A chunk of fewer than 4096 entries, as of a vector,
+stat2 (`transforms.statistical`) encodes around the mean of a tensor's sent values, and
+decodes to the means of its bins. A chunk of fewer than 4096 entries, as of a vector,
 sends its share of k (ours; the authors send k of it, or all).
 
 With `sparse_mean="all"` $q = \frac{1}{M} \sum_m q^m$, as a digest of the paper writes

@@ -48,7 +48,7 @@ class ExpertMean(Average):
         raise ValueError("its mean is by tokens already; compress first")
 
     def before(self, part: Fragment, key: jax.Array | None) -> Fragment:
-        """Return pseudo-gradients times counts, if not encoded; see `Average.before`."""
+        """Return pseudo-gradients times counts, or as encoded; see `Average.before`."""
         return part if self.is_encoded else self.times_counts(part)
 
     def times_counts(self, part: Fragment) -> Fragment:

@@ -192,7 +192,7 @@ def _effective_rank(is_stacked, x):
 
 
 def _matrices(is_stacked, shape):
-    """Return a leaf's stack axes, (layers,) or (), and its matrices' rows and columns."""
+    """Return a leaf's stack axes, (layers,) or (), and each matrix's shape."""
     stack = shape[: int(is_stacked)]
     return stack, matrix_shape(shape[len(stack) :])
 

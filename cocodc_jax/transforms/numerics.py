@@ -57,7 +57,7 @@ def masked_median(values: jax.Array, counted: jax.Array) -> jax.Array:
 
 
 def down_to_median(lengths: jax.Array, counted: jax.Array) -> jax.Array:
-    """Return what brings each length `[M]` down to the median of those that count."""
+    """Return factors that cut lengths `[M]` to the median of those that count."""
     limit = masked_median(lengths, counted)
     is_long = counted & (lengths > limit)
     return jnp.where(is_long, limit / jnp.where(is_long, lengths, 1), 1)
@@ -85,8 +85,8 @@ cast_like = optax.tree.cast_like
 def vary_like(tree, like):
     """Mark leaves as varying over the mesh axes that their counterparts vary over.
 
-    Inside `jax.shard_map` a tangent must vary as its primal does; elsewhere this does
-    nothing, and the compiler drops the choice between equal values.
+    Inside `jax.shard_map` a tangent must vary as its primal does. Elsewhere this does
+    nothing, and the compiler removes the choice between equal values.
     """
     return jax.tree.map(lambda x, y: jnp.where(y == y, x, x), tree, like)
 
@@ -96,15 +96,15 @@ def _is_hole(x) -> bool:
 
 
 def has_holes(updates) -> bool:
-    """Tell whether updates have holes (None, masked)."""
+    """Return whether updates have holes (None, masked)."""
     return any(map(_is_hole, jax.tree.leaves(updates, is_leaf=_is_hole)))
 
 
 def match_holes(updates, tree):
     """Put the holes of `updates` (None, masked) into a tree of full structure.
 
-    `optax.masked` and `optax.multi_transform` cut holes into updates and parameters
-    but hand extra arguments on as they are.
+    `optax.masked` and `optax.multi_transform` put holes into updates and parameters,
+    but pass extra arguments unchanged.
     """
     return jax.tree.map(
         lambda u, x: u if _is_hole(u) else x, updates, tree, is_leaf=_is_hole
@@ -152,7 +152,7 @@ def check_choice(argument: str, value, choices) -> None:
 
 
 def is_number(value) -> TypeGuard[float]:
-    """Tell whether a value is a number of Python or NumPy, and no array."""
+    """Return whether a value is a number of Python or NumPy, but not an array."""
     return isinstance(value, (int, float, np.number))
 
 
@@ -191,19 +191,19 @@ check_share = _check(lambda x: 0 < x <= 1, "above 0 and at most 1")
 
 
 def check_outer(outer_lr, outer_momentum) -> None:
-    """Raise ValueError unless the rate and the momentum of an outer step are ones."""
+    """Raise ValueError unless an outer step's rate and momentum are valid."""
     check_rate("outer_lr", outer_lr)
     check_unit_interval("outer_momentum", outer_momentum)
 
 
 def descend(learning_rate) -> optax.GradientTransformation:
-    """Scale by minus the rate; Optax takes None for no scaling, without the minus."""
+    """Scale by minus the rate; Optax would not scale for None, not even by -1."""
     check_number("learning_rate", learning_rate)
     return optax.scale_by_learning_rate(learning_rate)
 
 
 def check_unused(argument: str, value, default, where: str) -> None:
-    """Raise ValueError for a number that is given where it has no meaning."""
+    """Raise ValueError for a number that was given but has no meaning."""
     if is_number(value) and value != default:
         raise ValueError(
             f"{argument}={value} has no meaning with {where}; leave it out"
@@ -216,7 +216,7 @@ def check_between(argument: str, value, least, most) -> None:
 
 
 def check_transform(argument: str, value, made_by: str) -> None:
-    """Raise ValueError for what is no transformation; `made_by` is a call of one."""
+    """Raise ValueError unless it is a transformation; `made_by` is an example."""
     if not (hasattr(value, "init") and hasattr(value, "update")):
         raise ValueError(
             f"{argument}={value!r} must be an optax.GradientTransformation, as "

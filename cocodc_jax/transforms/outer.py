@@ -248,12 +248,12 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
         move   = ||params - stale_params||
         Lambda = max(1, move / mean of the moves of earlier rounds);   g <- g / Lambda
 
-    A round without any move (the first of a run whose message in flight is zero) is
-    not counted into the mean, which would be too small ever after, nor is one whose
+    A round without a move (the first of a run whose message in flight is zero) does not
+    count in the mean, which would be too small from then on. Nor does a round whose
     move is not finite.
 
-    Ours: that CO2 divides what is late by a gap is from memory, its formula was not
-    found. Steady moves are left alone.
+    Ours: that CO2 divides late means by a gap is from memory, and its formula was not
+    found. Steady moves have a gap of 1.
 
     Returns:
       A transformation whose `update(updates, state, params, *, stale_params)` takes
@@ -299,8 +299,8 @@ def co2(
 
         m <- clip(b m + g / Lambda, +-phi);   x <- x - learning_rate * m
 
-    g is the mean pseudo-gradient of the round before, the parameters that round began
-    with are `stale_params`, where the gap Lambda is measured.
+    g is the mean pseudo-gradient of the round before. `stale_params` are the parameters
+    with which that round began, from which the gap Lambda is measured.
 
     Args:
       learning_rate: eta_o.

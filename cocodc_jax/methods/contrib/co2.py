@@ -33,8 +33,8 @@ The message of the round before the first is zero. The outer state is divided ov
 region's devices, as ZeRO does (`outer_placement`).
 
 Source: CO2, Sun et al., arXiv 2401.16265. The rule with a gap of 1 is read from the
-public code. That a staleness gap divides what is late is from memory; the measured one
-is ours, as no formula was found.
+public code. That a staleness gap divides late means is from memory; the measured one is
+ours, as no formula was found.
 Differs from the paper's code: there the clip's result is dropped; here it clips.
 Defaults: published mu 0.2 to 0.6 with the model's size, eta 1, phi 1, gap 1; here mu
 0.2, eta 1, phi 1, gap 1, H 48.

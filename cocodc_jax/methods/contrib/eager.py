@@ -2,7 +2,7 @@ r"""`eager` (arXiv 2502.12996): one round late, but for a region's own part of t
 
 The mean of round t - 1 crosses during round t. Every region m has outer parameters
 $\theta^{g,m}$ and a momentum of its own (`RegionalOuter`), as each corrects the mean by
-what only it knows:
+its own newest progress:
 
 $$
 \begin{align*}
@@ -16,9 +16,9 @@ v^m &\leftarrow \mu v^m + \tilde\Delta^m \\
 \end{align*}
 $$
 
-The region takes its own stale share out of the mean and puts its fresh one in. The
-message of the round before the first is zero. A region's share is what its message
-decodes to (`newest`, `arriving`), so with `compress` it adds only what was sent.
+The region replaces its own stale share of the mean by its fresh one. The message of the
+round before the first is zero. A region's share is its decoded message (`newest`,
+`arriving`), so with `compress` it adds only what was sent.
 
 Source: eager updates, arXiv 2502.12996. "Current local plus a delayed mixture of all
 others" from a published digest, which this is; written out from memory.

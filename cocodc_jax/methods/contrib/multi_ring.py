@@ -15,13 +15,13 @@ With eta = 1 that is the mean of the parameters. *How* the sum is made is the me
 (`sync.summed.ByRings`): each of `num_rings` rings carries its share of the numbers.
 Ring j goes from place i to place $i + s_j \bmod M$. The strides $s_j$ have no factor in
 common with M, so each ring visits all regions, and different rings use different links.
-A chunk goes round twice, once to be summed and once to be spread, so a region sends
-$2 (M - 1) / M$ of the model. Partial sums cannot be encoded on their way, so `compress`
-has no meaning.
+A chunk passes around twice, once to be summed and once to be distributed, so a region
+sends $2 (M - 1) / M$ of the model. Partial sums cannot be encoded while they cross, so
+`compress` has no meaning.
 
-Source: Ravnest, Menon et al., arXiv 2401.01728; from memory. Which orders is ours.
-Differs from the paper: its clusters, and how peers are put into them, are not made
-here; inside a region everything is synchronous.
+Source: Ravnest, Menon et al., arXiv 2401.01728; from memory. The orders are ours.
+Differs from the paper: its clusters, and the assignment of peers to them, are left out;
+inside a region everything is synchronous.
 Defaults: published ones unchecked; here H 30, two rings, eta 1.
 Measured here: docs/results/methods.md; in so short a run plain averaging is enough.
 """
