@@ -156,9 +156,9 @@ def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
     for job in jobs:
         if planned.setdefault(job.folder, job.command) != job.command:
             raise ValueError(
-                f"networks={job.network.name} is what others are held against, run "
-                f"otherwise with {job.method}; use another network, or a file of "
-                "another name"
+                f"networks={job.network.name} is the network that others are compared "
+                f"with, and {job.method} runs differently there; use another network, "
+                "or a file of another name"
             )
         lab_run.held(job.command, job.folder, job.network.links)
 

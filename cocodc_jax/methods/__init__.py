@@ -166,7 +166,8 @@ def adapted(
       region_weights: weights of regions in a mean: equal, or tokens, the tokens that
         each trained on.
       expert_weights: equal, or tokens to weigh regions in the mean of an expert by the
-        tokens that it saw there; an expert that nobody trained gets no update.
+        tokens that it saw there; an expert that no region trained gets no
+        update.
       exclude_above: leaves a region out of a mean, and restores it from the outer
         parameters, if its parameters or message are not finite, or if its message is
         longer than this multiple of the median over regions; inf checks for finite

@@ -145,7 +145,7 @@ def _write(
     (folder / json_file).write_text(json.dumps(description, indent=2) + "\n")
     save_file(tensors, folder / tensors_file, metadata={"format": "pt"})
 
-    # The library lets nobody else read it.
+    # The library writes a file that only its owner can read.
     (folder / tensors_file).chmod((folder / json_file).stat().st_mode)
 
 

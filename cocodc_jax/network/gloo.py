@@ -168,8 +168,8 @@ def _run(
             now_begun[rank] = begin
             now_came[target] = end + delay[rank][target]
 
-        # When the word of a rank is with the one that it receives from. The rank that
-        # is ahead says it first: nobody's can be there before that rank is.
+        # When a rank's word reaches the rank that it receives from. In the order of the
+        # clocks, as no word arrives before the clock of its sender.
         words_s: dict[int, float] = {}
         for rank in sorted(ranks, key=clock.__getitem__):
             has_word = words_s.get(to[rank], math.inf) < clock[rank]

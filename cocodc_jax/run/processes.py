@@ -144,7 +144,7 @@ class Processes:
         meeting.start()
         meeting.join(self.start_timeout_s)
         if meeting.is_alive():
-            failures = [TimeoutError("nobody answered")]
+            failures = [TimeoutError("there was no answer")]
         if failures:
             kind = TransientError if self.num_processes else ValueError
             raise kind(self._explain(failures[0])) from failures[0]

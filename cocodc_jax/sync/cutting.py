@@ -295,7 +295,7 @@ def _units(params: PyTree, blocks: str | None, layer_axis: int | None) -> list[_
         if not has_axis or leaf.shape[axis] != length:
             raise ValueError(
                 f"stacked parameter {path!r} has shape {leaf.shape}, but {stack!r} "
-                f"holds {length} blocks along axis {axis}; say another by layer_axis="
+                f"holds {length} blocks along axis {axis}; name another by layer_axis="
             )
         for row in range(length):
             slices[rank, stack, row].append(

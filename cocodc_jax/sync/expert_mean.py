@@ -82,7 +82,7 @@ class ExpertMean(Average):
 def with_expert_mean(message: Message) -> Message:
     """Return a message with an `ExpertMean`; it must have every entry."""
     if message.average not in (Average(), ExpertMean()):
-        raise ValueError("what it takes the mean of are no pseudo-gradients")
+        raise ValueError("its mean is not of pseudo-gradients")
 
     compressor = message.compressor()
     average = ExpertMean(is_encoded=True)

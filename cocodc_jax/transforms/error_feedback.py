@@ -92,6 +92,6 @@ def check_no_feedback(compressor: Compressor) -> None:
     """Refuse error feedback inside of error feedback, also in a part."""
     if f"{_NAME}(" in compressor.name:
         raise ValueError(
-            f"compress={compressor.name!r} brings an error feedback where there is one "
-            "already, and what is lost would be sent twice; leave out 'ef+'"
+            f"compress={compressor.name!r} adds error feedback where there is one "
+            "already, which would send what is lost twice; leave out 'ef+'"
         )

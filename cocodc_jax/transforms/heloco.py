@@ -173,7 +173,7 @@ def look_ahead(
         if len(momenta) != 1:
             raise ValueError(
                 f"state holds {len(momenta)} momenta of heloco or mla, but look_ahead "
-                "goes by one: pass the state of that optimizer"
+                "uses one: pass the state of that optimizer"
             )
 
         (m,) = momenta

@@ -101,7 +101,7 @@ def primal_start(
         if len(nodes) != 1:
             raise ValueError(
                 f"state holds {len(nodes)} states of primal_average, but primal_start "
-                "goes by one: pass the state of that transformation"
+                "uses one: pass the state of that transformation"
             )
 
         ahead = nodes[0].ahead

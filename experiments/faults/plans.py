@@ -158,7 +158,7 @@ class Plan:
 
         if kind in _LONGEST:
             longest_s = _LONGEST[kind] * self.dead_after_s
-            # As many short ones, which nobody takes for a death, as long ones.
+            # Half of them are too short to be taken for a death.
             least_s, most_s = draw.choice(
                 [(_LEAST_S, longest_s / 4), (longest_s / 4, longest_s)]
             )

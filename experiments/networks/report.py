@@ -59,7 +59,7 @@ def row(
     """Return one run's results as plain values."""
     apart_step_s = alone.pace.step_s
     measured = run.pace
-    if measured.stall_s is None:  # Every step waits; nobody but the clock tells.
+    if measured.stall_s is None:  # Every step waits, so only the clock tells.
         stall_s = 100 * (measured.step_s - apart_step_s)
         measured = dataclasses.replace(measured, stall_s=stall_s)
 

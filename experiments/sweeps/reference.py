@@ -69,8 +69,8 @@ def read(
         name, theirs, ours = min(apart, key=len)[0]
         raise ValueError(
             f"reference_from={path} has {name}={theirs!r}, where these runs have "
-            f"{ours!r}: losses of other models or data cannot be held against "
-            "one another; name results of the same"
+            f"{ours!r}: losses of different models or data cannot be "
+            "compared; name results of the same"
         )
 
     return held

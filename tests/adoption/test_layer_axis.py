@@ -193,7 +193,7 @@ def test_blocks_of_a_name_may_have_layers_on_any_axis():
         (
             {"layer_axis": 0, "blocks": "layers"},
             r"stacked parameter 'layers/mlp/up' has shape \(4, 4, 6\), but 'layers' "
-            "holds 6 blocks along axis 0; say another by layer_axis=",
+            "holds 6 blocks along axis 0; name another by layer_axis=",
         ),
         ({"layer_axis": 2, "blocks": "layers"}, "'layers' holds 4 blocks along axis 2"),
     ],

@@ -424,8 +424,11 @@ def test_the_run_without_a_network_is_not_compressed(monkeypatch, tmp_path):
     ("words", "message"),
     [
         ("--networks=20,30 --", r"30/diloco holds the result of another command"),
-        ("--networks={}/wide.yaml --", "networks=wide is what others are held against"),
-        ("--networks=wide -- --compress=int8", "networks=wide is what others are held"),
+        ("--networks={}/wide.yaml --", "networks=wide is the network that others"),
+        (
+            "--networks=wide -- --compress=int8",
+            "networks=wide is the network that others",
+        ),
         ("--networks=20 --limit_s=inf --", "limit_s=inf must be at most"),
     ],
 )

@@ -143,7 +143,7 @@ def test_routers_sync_at_their_own_interval():
         (lambda: methods.get("sparseloco", expert_weights="tokens"),
          "do not have every entry, nor every count"),
         (lambda: methods.get("loscar", expert_weights="tokens"),
-         "are no pseudo-gradients"),
+         "its mean is not of pseudo-gradients"),
         (lambda: methods.get("dilocox", sum_factors=True, expert_weights="tokens"),
          "what it keeps would be of updates times tokens"),
         (lambda: methods.get("diloco", expert_weights="tokens").compressed(int4()),

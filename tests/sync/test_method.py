@@ -159,7 +159,7 @@ class TestCompressed:
         ],
     )
     def test_a_second_error_feedback_is_refused(self, name, compress):
-        with pytest.raises(ValueError, match="brings an error feedback where there is"):
+        with pytest.raises(ValueError, match="adds error feedback where there is one"):
             methods.get(name, compress=compress)
 
 

@@ -104,7 +104,7 @@ class Observe(Protocol):
 def nothing(name: str) -> list:
     """Observe nothing: for schedules without needs."""
     if name != "applied":
-        raise ValueError(f"the schedule needs {name!r}, which nobody measures here")
+        raise ValueError(f"the schedule needs {name!r}, which is not measured here")
     return []
 
 
