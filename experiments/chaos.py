@@ -28,12 +28,10 @@ within five syncs (`faults/scenarios.py`).
 With `--plan` a file sets the number of faults of each kind: kills, freezes, cuts of the
 network (for root), clocks that jump, damage to the folder of `--via`, and second lives
 of a region (`faults/plans.py` has the format). Its seed draws their order and times. A
-plan may name another program that trains a region, as
-`experiments/faults/plain_loop.toml`
-does: `cc.RegionSync` in a plain Optax loop. After each fault all regions must merge
-  with
-one another again. At the end all are asked to stop; outer parameters must have been
-equal after every merge, and DIR/report.md is a report.
+plan may name another program that trains a region: `experiments/faults/plain_loop.toml`
+names a plain Optax loop with `cc.RegionSync`. After each fault all regions must merge
+with one another again. At the end all are asked to stop; outer parameters must have
+been equal after every merge, and DIR/report.md is a report.
 """
 
 import math

@@ -17,9 +17,9 @@ look-ahead point the region trains near the point at which its progress will be 
 `heloco` adds a correction of arriving pseudo-gradients, and is equal bit for bit if it
 corrects none.
 
-Source: asynchronous momentum look-ahead, on which HeLoCo (arXiv 2606.00271) is built
-  and
-with which it is compared; momentum and look-ahead as in that paper's published table.
+Source: asynchronous momentum look-ahead, on which HeLoCo (arXiv 2606.00271) is built,
+and with which it is compared. Momentum and look-ahead are as in that paper's published
+table.
 Differs from the paper: unknown, as the method's own paper was not available.
 Defaults: HeLoCo's published eta 0.7, mu 0.9, rho 1; here the same, H 50. With mu = 0 it
 is `delayed_nesterov` with N = 1 and no momentum.

@@ -6,10 +6,9 @@ features, vocabulary (Megatron-LM, arXiv 1909.08053, section 3). "data" divides 
 residual width, gathered before use (ZeRO stage 3, arXiv 1910.02054). Each expert is
 divided as a feed-forward is. An "expert" axis divides the set of experts, and with
 "data" the width of all other weights. If the compiler derives the collectives, "data"
-does not divide the embedding: a lookup whose table and token ids share that axis,
-  inside
-a `shard_map` that is manual over regions, crashes XLA's partitioner (JAX 0.10.2, CPU).
-`divided.py` does its own lookup.
+does not divide the embedding: inside a `shard_map` that is manual over regions, a
+lookup whose table and token ids share that axis crashes XLA's partitioner (JAX 0.10.2,
+CPU). `divided.py` does its own lookup.
 """
 
 from typing import Any

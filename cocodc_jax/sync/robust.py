@@ -10,10 +10,9 @@ with the messages, so that every region reaches the same verdict:
 
 If no region is left, the mean is 0. A region that was left out is restored when the
 sync is applied: parameters from the outer ones, a fresh inner optimizer, no residual.
-  If
-exclude_above is 2 or more, neither of two regions is ever an outlier, as their median
-is their mean. If the median is 0, no region is. This protects from faults, not from
-regions that report false lengths. A bad update can reach the model state before a
+If exclude_above is 2 or more, neither of two regions is ever an outlier, as their
+median is their mean. If the median is 0, no region is. This protects from faults, not
+from regions that report false lengths. A bad update can reach the model state before a
 message: see `sync.model_state`.
 
 The mean over the regions that count can be a robust one:

@@ -212,8 +212,8 @@ def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:
     """Sum over the axis by several rings at once, each with its own share.
 
     The leaves are concatenated and divided between the rings. Each share is cut into
-    one chunk per shard. With q a shard's position on a ring of D shards, at each step k
-    = 0 .. D - 2 it sends one chunk to the next shard:
+    one chunk per shard. With q a shard's position on a ring of D shards, at each step
+    k = 0 .. D - 2 it sends one chunk to the next shard:
 
         reduce-scatter  chunk q - k, to which the next adds its own; in the end shard q
                         has the full sum of chunk q + 1

@@ -11,9 +11,8 @@ the shape and dtype that `decode` restores are static metadata of its `Packed` n
 which both ends know beforehand. `message_bytes` counts the leaves.
 
 A compressor with memory must survive a bad batch: a number that is not finite would
-  stay
-in its memory forever. `keep_finite` makes it keep the old memory then, and marks the
-message, which a mean over regions leaves out (`without_bad`).
+stay in its memory forever. `keep_finite` makes it keep the old memory then, and marks
+the message, which a mean over regions leaves out (`without_bad`).
 """
 
 import dataclasses

@@ -4,10 +4,9 @@ A scanned model keeps the blocks' leaves stacked along a leading layer axis
 (`blocks/mlp/up` is [layers, in, out]); an unscanned one has a subtree for each block
 (`blocks/0/mlp/up`). Rules for a tensor apply to each layer of a stack.
 
-Names are a guess. For another name than `blocks`, the logger of this module warns once,
-and functions that use the guess have an argument that overrides it: `has_layers(path)
-  ->
-bool`, or `blocks`.
+Names are a guess. For another name than `blocks`, the logger of this module warns once.
+Functions that use the guess have an argument that overrides it: `blocks`, or
+`has_layers(path) -> bool`.
 """
 
 import functools

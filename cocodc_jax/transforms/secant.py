@@ -1,9 +1,9 @@
 """A per-tensor weight for any curvature, from the observed change of the gradient.
 
 A region has the gradient at two points of its path, `g` at stale_params and `g_later`
-at later_params. A curvature B predicts the change `B s` over the step `s = later_params
-- stale_params`; the observed change is `y = g_later - g`. The weight that fits best is
-the secant estimate
+at later_params. A curvature B predicts the change `B s` over the step
+`s = later_params - stale_params`; the observed change is `y = g_later - g`. The weight
+that fits best is the secant estimate
 
     w = argmin ||y - w B s||^2 = <y, B s> / <B s, B s>,   clipped to [0, max_weight]
 
