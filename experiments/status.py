@@ -5,8 +5,8 @@
 
 WORKDIR is the folder of a run, or one with a folder for each region or run, as elastic
 regions, compare and sweeps write it. A row is a process; the lock on its folder shows
-whether it still runs. HOST:PORT is the address of a process of `experiments.train
---metrics_port=PORT`. Columns without any value are left out.
+whether it still runs. HOST:PORT is the address of a process that was started with
+`--metrics_port=PORT`. Columns without any value are left out.
 """
 
 import datetime

@@ -15,9 +15,10 @@ d^m_j &\leftarrow \lambda d^m_j
 $$
 
 The first subset's average starts at its own progress, all others' at zero. Other
-coordinates stay as they are, so regions are never equal. A subset has one in ceil(1 /
-p) coordinates of every tensor, with p the share `mask_density`. With `is_delayed=False`
-the mean arrives at once, and nothing is corrected: sparse parameter averaging, SPARTA.
+coordinates stay as they are, so regions are never equal. With p the share
+`mask_density`, a subset has one in ceil(1 / p) coordinates of every tensor. With
+`is_delayed=False` the mean arrives at once, and nothing is corrected: sparse parameter
+averaging, SPARTA.
 
 Each region has its own outer parameters (`RegionalOuter`), from which it continues.
 Positions are known to all and are not sent. As messages are parameters, `compress` has

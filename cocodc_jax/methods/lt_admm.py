@@ -31,8 +31,8 @@ l^m &\leftarrow l^m + \tfrac{1}{2} \, r \, n_m (\bar h^m - h^m)
 $$
 
 a spring to the middle between a region and its neighbors, and a dual variable that sums
-to zero over the regions, whatever C does. The dual starts at 0, with $z^{mn} = r
-\theta$.
+to zero over the regions, whatever C does. The dual starts at 0, with
+$z^{mn} = r \theta$.
 
 **The sign of** $2 r h^n$. At a fixed point $z^{mn} + z^{nm} = 2 r h^n$ for both ends of
 an edge, so all h are equal, and the gradients sum to zero over the regions. With a

@@ -188,8 +188,8 @@ def counting(
     """Extend an optimizer to add up the token counts of a model with experts.
 
     The optimizer itself sees zero gradients for the counts. The state is the
-    optimizer's. The program's `UserInputs` must have the same `token_counts(path) ->
-    bool`, which by default finds the counts of this package's models.
+    optimizer's. The program's `UserInputs` must have the same `token_counts`. Its
+    default finds the counts of this package's models.
     """
     inner = optax.with_extra_args_support(optimizer)
     name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")

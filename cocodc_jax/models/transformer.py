@@ -196,10 +196,11 @@ def make_outputs(
 ) -> tuple[Callable, Callable]:
     """Make the loss in two parts, for Gauss-Newton products: logits, and their loss.
 
-    They are `model(params, tokens) -> float32 logits [B, L, V]` and `loss(logits,
-    tokens) -> float32 scalar`; tokens are int32 `[B, L + 1]`. Together they are
-    `make_loss_fn`'s loss, unchunked and in plain operations, because Gauss-Newton
-    products need forward mode. With a layout the compiler divides the work.
+    They are `model(params, tokens) -> float32 logits [B, L, V]` and
+    `loss(logits, tokens) -> float32 scalar`; tokens are int32 `[B, L + 1]`. Together
+    they are `make_loss_fn`'s loss, unchunked and in plain operations, because
+    Gauss-Newton products need forward mode. With a layout the compiler divides the
+    work.
     """
     config = dataclasses.replace(
         config, attention="plain", backward="plain", expert_dispatch="blocks"

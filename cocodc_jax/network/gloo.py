@@ -124,7 +124,7 @@ class _Outlet:
     before_s: float = -math.inf  # `free_s` before the last segment was given to it.
     given_s: float = -math.inf  # When the last segment was given to it.
 
-    def word(self, time_s: float) -> float:
+    def report(self, time_s: float) -> float:
         """Return when a report given to it at `time_s` leaves; reports take no time."""
         is_behind = self.given_s <= time_s
         return max(time_s, self.free_s if is_behind else self.before_s)
@@ -168,21 +168,21 @@ def _run(
             now_begun[rank] = begin
             now_came[target] = end + delay[rank][target]
 
-        # When a rank's word reaches the rank that it receives from. In the order of the
-        # clocks, as no word arrives before the clock of its sender.
-        words_s: dict[int, float] = {}
+        # When a rank's report reaches the rank that it receives from. In the order of
+        # the clocks, as no report arrives before the clock of its sender.
+        reports_s: dict[int, float] = {}
         for rank in sorted(ranks, key=clock.__getitem__):
-            has_word = words_s.get(to[rank], math.inf) < clock[rank]
-            if phase.sends_first and has_word and sizes[rank]:
+            has_report = reports_s.get(to[rank], math.inf) < clock[rank]
+            if phase.sends_first and has_report and sizes[rank]:
                 send(rank, clock[rank], sizes[rank])
-            word = clock[rank]
+            report_s = clock[rank]
             if to[rank] == source[rank]:  # One of two ranks: the same connection.
-                word = outlets[rank].word(word)
-            words_s[rank] = word + delay[rank][source[rank]]
+                report_s = outlets[rank].report(report_s)
+            reports_s[rank] = report_s + delay[rank][source[rank]]
 
         for rank in ranks:
             if sizes[rank] and now_begun[rank] == -math.inf:
-                send(rank, max(clock[rank], words_s[to[rank]]), sizes[rank])
+                send(rank, max(clock[rank], reports_s[to[rank]]), sizes[rank])
 
         begun = [begun[1], now_begun]
         came = [came[1], now_came]

@@ -11,8 +11,8 @@ argument of a method and an entry in the method's. Read the files in this order:
 - `presets`: named values of it;
 - `flags`: a flag for each field, and the preset with the flags that are given;
 - modules that `flags` uses: `command_line` (one flag of any program), `help` (its
-text),
-  `effects` (flags that would change nothing), `run.exits` (errors and exit codes).
+  text), `effects` (flags that would change nothing), `run.exits` (errors and exit
+  codes).
 """
 
 from cocodc_jax._lazy import attach, modules_of
