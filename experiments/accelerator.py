@@ -513,9 +513,11 @@ def speed_table(results: Results) -> Table:
     for name, row in results.rows.items():
         if "tokens_per_second" not in row:
             continue
+
         *group, _ = name.split("/")
         scan = results.rows.get("/".join([*group, SCAN]), {}).get("tokens_per_second")
         rate = row["tokens_per_second"]
+
         cells.append(
             (
                 name.removeprefix("speed/"),
@@ -525,6 +527,7 @@ def speed_table(results: Results) -> Table:
                 f"{row['start_s']:.0f}",
             )
         )
+
     return program.table(heads, cells, is_ruled=True)
 
 

@@ -248,15 +248,18 @@ def show_growth(name: str, interval: int, rounds: int, console: Console) -> None
     """
     sizes = GROWTHS[name]
     timings = take_turns({str(n): _maker(name, n, interval) for n in sizes}, rounds)
+
     heads = (name, "seconds of a turn", f"over {sizes[0]} {name}", "start s")
     first = timings[str(sizes[0])].median_s
     rows = [
         (size, f"{t.median_s:.3f}", f"{t.median_s / first:.2f}", f"{t.compile_s:.1f}")
         for size, t in timings.items()
     ]
+
     console.print(_table(heads, rows, _what_grows(name, interval)))
-    what = "A ratio of 2 takes twice as long."
-    console.print(f"Rounds: {rounds}, medians of them. {what}")
+    console.print(
+        f"Rounds: {rounds}, medians of them. A ratio of 2 takes twice as long."
+    )
 
 
 def _what_grows(name: str, interval: int) -> str:

@@ -76,12 +76,14 @@ def _is_wanted() -> bool:
     plan = flags.value("plan")
     if plan not in (AUTO, NONE):
         raise ValueError(f"plan={plan!r} is unknown; use {AUTO!r} or {NONE!r}")
+
     if plan == NONE:
         for name in passed:
             raise ValueError(
                 f"{name}={flags.value(name)} has no meaning without --plan=auto"
             )
         return False
+
     _check(passed)
     return True
 
@@ -100,17 +102,20 @@ def _by_losses(config: TrainConfig) -> tuple[dict[str, Any], list[str]]:
     best = _best(config)
     num_params = models.num_params(config.model)
     tokens = config.run.steps * config.tokens_per_step
-    said = [best.explain(), recipe.words(best.choice.flags)]
+
+    reasons = [best.explain(), recipe.words(best.choice.flags)]
     if config.run.steps > 2 * best.choice.steps:
-        said.append(
+        reasons.append(
             f"these losses are of runs of {best.choice.steps} steps, and this one has "
             f"{config.run.steps}: with more, syncing often gains less"
         )
+
     request = {"parameters": num_params, "regions": config.run.regions}
     request |= {"tokens a parameter": tokens / num_params}
     if warning := advice.warning(request):
-        said.append(warning)
-    return best.choice.flags, said
+        reasons.append(warning)
+
+    return best.choice.flags, reasons
 
 
 def _best(config: TrainConfig) -> advice.Advice:

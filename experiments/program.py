@@ -82,12 +82,12 @@ def parse(
 
 
 @contextlib.contextmanager
-def about(what: str) -> Iterator[None]:
-    """Have an error of a value say what it is about."""
+def about(subject: str) -> Iterator[None]:
+    """Context that puts its subject before the text of a ValueError."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{subject}: {error}") from error
 
 
 def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:

@@ -120,6 +120,7 @@ def recommend(
         whole = 4 * num_params * _message_share(method, preset)
         size = whole / method.num_fragments
         share = _waiting(method, topology, size, step_time_s, collective)
+
         return Recommendation(
             flags=flags | {"inner_lr": _inner_lr(preset)},
             preset=preset,

@@ -130,6 +130,7 @@ def _write(
         for name, value in values.flag_values_dict().items()
         if name != "help" and value != math.inf
     }
+
     result = {
         "flags": flags,
         "summary": summary,
@@ -140,6 +141,7 @@ def _write(
         ],
         "faulty": [{"time_s": at} | dataclasses.asdict(x) for at, x in faulty],
     }
+
     _write_json(folder, "simulation.json", result)
     trace.write_trace(timeline, folder / "timeline.json")
     title = f"{values.method}, simulated; utilization {timeline.utilization():.1%}"
@@ -204,12 +206,14 @@ def _recommend(
                 f"{name}={values[name].value} is for plans of float32 messages; add "
                 "--compress=none, or leave it out"
             )
+
     num = values.num_fragments or recipe.FRAGMENTS
     recommended = recommend.recommend(
         topology, values.params, times, num, values.collective
     )
     print(recommended.explain())
     _write_json(folder, "plan.json", dataclasses.asdict(recommended))
+
     if choices is not None:
         _report_advice(values, choices, topology, times, folder)
     else:

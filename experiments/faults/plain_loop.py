@@ -232,6 +232,7 @@ class Region:
         content = b"".join(
             np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(outer)
         )
+
         line = {
             "fragment": applied.fragment_id,
             "start_step": applied.start_step,
@@ -263,11 +264,13 @@ def place_of(values: Any) -> cc.Place:
     via = values.via or ""
     if via:
         reach(via)
+
     regions = values.regions or len(addresses)
     if addresses and regions != len(addresses):
         raise ValueError(
             f"regions={regions} must be the {len(addresses)} of region_addresses"
         )
+
     return cc.Place(
         region=values.region_id,
         addresses=addresses,

@@ -239,14 +239,14 @@ def judge(
     for region in range(num_regions):
         folder = workdir / f"region_{region}"
         for line in lines(folder / FAULTS_FILE):
-            what = (line["kind"], tuple(line["where"]))
+            finding = (line["kind"], tuple(line["where"]))
             time_s = line["time"]
             if time_s < launched or line["fault"] != "begins":
                 continue
 
             if time_s < at:
-                before.append([region, *what])
-            elif what in wanted and region in seeing - after_s.keys():
+                before.append([region, *finding])
+            elif finding in wanted and region in seeing - after_s.keys():
                 after_s[region] = round(time_s - at, 1)
                 syncs[region] = round(after_s[region] / sync_s, 1)
                 if scenario not in ("cut", "partition"):

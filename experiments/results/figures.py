@@ -79,6 +79,7 @@ def main(folder: pathlib.Path = RESULTS) -> None:
         for name, row in comparison["methods"].items()
         if name.partition("+")[0] in methods.METHODS
     }
+
     figures = {
         "readme_tuned": tuned(),
         "readme_crossing": crossing(),
@@ -87,6 +88,7 @@ def main(folder: pathlib.Path = RESULTS) -> None:
         "delay_cost": studies.left_of_delay(_read("delay_cost.json")),
         "scaling": studies.laws(_read("scaling.json")),
     }
+
     for name, figure in figures.items():
         plots.save_png(figure, str(folder / f"{name}.png"))
 

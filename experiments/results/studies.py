@@ -115,9 +115,11 @@ def _draw_setting(
     of_setting = [
         x for x in law["observations"] if (x["M"], x["H"]) == (num_regions, interval)
     ]
+
     sizes = [x["N"] for x in of_setting]
     line = [predict(law, N=n, M=num_regions, H=interval) for n in sizes]
     axes.plot(sizes, line, color=color, linewidth=1, alpha=0.6)
+
     axes.plot(
         sizes,
         [x["loss"] for x in of_setting],
@@ -132,6 +134,7 @@ def _explain(axes: Axes) -> None:
     """Write a legend of colors and markers."""
     green = palette.COLORS["diloco"]
     black = palette.COLORS["data_parallel"]
+
     for num_regions, marker in _MARKERS.items():
         for interval, face in ((10, "white"), (40, green)):
             axes.plot(
@@ -142,5 +145,6 @@ def _explain(axes: Axes) -> None:
                 markerfacecolor=face,
                 label=f"DiLoCo, M {num_regions}, H {interval}",
             )
+
     axes.plot([], [], _MARKERS[4], color=black, label="data parallel, M 4")
     axes.legend(frameon=False)

@@ -235,6 +235,7 @@ def warning(request: Mapping[str, float]) -> str | None:
         if not least * (1 - _SLACK) <= value <= most * (1 + _SLACK):
             measured = _size(least) + (f" to {_size(most)}" if most > least else "")
             outside.append(f"{name} {_size(value)} (measured: {measured})")
+
     if not outside:
         return None
     return (

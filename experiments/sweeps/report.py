@@ -230,13 +230,13 @@ def _shown(value: Any, form: Callable[[Any], str] = str) -> str:
     return "-" if value is None else form(value)
 
 
-def _count(number: int, what: str) -> str:
+def _count(number: int, noun: str) -> str:
     """Return a number of things in words.
 
     >>> _count(1, "seed"), _count(8, "step")
     ('1 seed', '8 steps')
     """
-    return f"{number} {what}{'s' * (number != 1)}"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _values(values: Mapping[str, Any]) -> str:
