@@ -214,8 +214,10 @@ class OnOuterMesh(Exchange):
                 mean, times = crossing(rows, weights)
                 if robust is not None:
                     mean = mean.message
+
             if times is not None:
                 extras = {**extras, "times": times}
+
             key = key_of(k, start_step)
             return sync.message.average.after(mean, like, key), extras
 

@@ -79,8 +79,8 @@ def decoupled_diloco(
       sync_interval: H, inner steps, a multiple of `num_fragments`.
       num_fragments: K, at most the tensors of the model (blocks, with another
         `fragment_strategy`).
-      delay_steps: tau, inner steps that every region's message takes where
-        `answer_steps` does not say.
+      delay_steps: tau, inner steps that every region's message takes if `answer_steps`
+        is empty.
       answer_steps: inner steps each region's message takes, as "1,1,2,9", in the order
         of the regions, of which there must be as many; empty is `delay_steps` for
         every region.

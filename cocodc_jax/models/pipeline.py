@@ -83,6 +83,7 @@ def make_pipelined_loss_fn(
       shifts come from region 0's key.
     """
     check_pipeline(config, num_stages, num_microbatches)
+
     # The same blocks, fewer of them.
     stage_config = dataclasses.replace(
         config, num_layers=config.num_layers // num_stages
@@ -95,6 +96,7 @@ def make_pipelined_loss_fn(
         subspace=subspace,
         codec=codec,
     )
+
     return with_gradient(
         functools.partial(_over_stages, stage, stage.loss),
         functools.partial(_over_stages, stage, stage.loss_and_grad),
