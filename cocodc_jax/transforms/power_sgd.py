@@ -115,7 +115,7 @@ def second(tree: PyTree, left: tuple, right: tuple) -> tuple:
       right: Q of each leaf; only shapes matter.
     """
 
-    def of_leaf(x: jax.Array, p: jax.Array, q: Any) -> Any:
+    def of_leaf(x: Any, p: Any, q: Any) -> Any:
         if _is_whole(q):
             return ()
         return low_rank.product(low_rank.fold(x, q).mT, p)
@@ -133,7 +133,7 @@ def decoded(left: tuple, new_right: tuple, like: PyTree) -> PyTree:
     """
     leaves, structure = jax.tree.flatten(like)
 
-    def of_leaf(x: jax.Array, p: jax.Array, q: Any) -> jax.Array:
+    def of_leaf(x: Any, p: Any, q: Any) -> Any:
         y = p if _is_whole(q) else low_rank.product(p, q.mT)
         return y.reshape(x.shape)
 

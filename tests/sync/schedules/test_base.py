@@ -228,5 +228,5 @@ def test_a_delay_without_two_halves_is_refused(name):
 
 def test_a_measurement_that_is_not_given_is_named():
     assert nothing("applied") == []
-    with pytest.raises(ValueError, match="the schedule needs 'drift', which nobody"):
+    with pytest.raises(ValueError, match="the schedule needs 'drift', which is not"):
         nothing("drift")
