@@ -89,7 +89,7 @@ def launch_elastic(
     with children.on_signals(stop):
         for region in regions:
             region.start()
-            if asked_s:  # Told to stop while it was started.
+            if asked_s:  # A request to stop came while it was started.
                 region.send(signal.SIGTERM)
         return children.wait(
             regions,

@@ -112,6 +112,19 @@ def comments_of(source):
         yield first, "\n".join(lines)
 
 
+def riddles_in(paths, *tables):
+    """Return the place and the words of comments and docstrings that have some."""
+    hits = []
+    for path in paths:
+        source = path.read_text()
+        docstrings = docstrings_of(ast.parse(source))
+        lines = [(node.body[0].lineno, text) for _, node, text in docstrings]
+        for line, text in (*lines, *comments_of(source)):
+            if words := words_in(one_line(text), *tables):
+                hits.append((f"{path.relative_to(ROOT)}:{line}", words))
+    return hits
+
+
 def names_of_tests(tree):
     """Yield the line and the words of the names of tests."""
     for node in ast.walk(tree):
@@ -131,15 +144,14 @@ def test_docstrings_errors_and_help_have_no_riddling_phrase(package):
     assert not [hit for hit in hits if hit[1]], f"instead of these use {WORDS}"
 
 
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_comments_and_private_docstrings_have_no_riddling_phrase(package):
+    hits = riddles_in(sorted(package.rglob("*.py")), WORDS)
+    assert not hits, f"instead of these use {WORDS}"
+
+
 def test_comments_and_docstrings_of_tests_have_no_riddling_phrase():
-    hits = []
-    for path in TESTS:
-        source = path.read_text()
-        docstrings = docstrings_of(ast.parse(source))
-        lines = [(node.body[0].lineno, text) for _, node, text in docstrings]
-        for line, text in (*lines, *comments_of(source)):
-            if words := words_in(one_line(text), WORDS, RIDDLES):
-                hits.append((f"{path.relative_to(ROOT)}:{line}", words))
+    hits = riddles_in(TESTS, WORDS, RIDDLES)
     assert not hits, f"instead of these use {WORDS | RIDDLES}"
 
 

@@ -59,7 +59,7 @@ class Transformer(nnx.Module):
         vocab = config.vocab_size
         width = config.width
         self.embedding = normal(rngs, (vocab, width), 1 / math.sqrt(width))
-        # One key a layer either way, so that both layouts start alike.
+        # One key a layer either way, so that both layouts start with equal values.
         keys = jax.random.split(rngs.params(), config.num_layers)
 
         def block(layer: int, key: jax.Array):

@@ -30,7 +30,7 @@ MARKERS = "osD^vPX"
 WIDTH_IN = 8.0
 DPI = 160
 LEADER = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6}  # To a label.
-MAX_SYNCS = 128  # of a method; more would be too narrow to be told apart.
+MAX_SYNCS = 128  # of a method; more would be too narrow to distinguish.
 
 
 def new_figure(height_in: float, width_in: float = WIDTH_IN) -> Figure:

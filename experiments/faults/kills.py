@@ -146,7 +146,7 @@ class Chaos:
     def _start(self, region: int) -> None:
         self.born_s[region] = time.time()
         self.regions[region].start()
-        if self.is_stopped:  # Told to while it was started.
+        if self.is_stopped:  # A request to stop came while it was started.
             self.regions[region].send(signal.SIGTERM)
 
     def _ended_by_itself(self, region: int) -> None:

@@ -225,7 +225,7 @@ def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
                 os.unlink(file.name)
                 raise RecordError(f"{path} cannot be unpacked: {error}") from error
 
-        # Whoever may read the one may read the other, in a cache that several share.
+        # With the same permissions, as several users may share the cache.
         shutil.copymode(path, file.name)
         os.replace(file.name, target)  # Whole, for any other process that looks.
 
