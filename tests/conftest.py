@@ -84,7 +84,8 @@ jax.config.update("jax_num_cpu_devices", 9)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Many tests compile the same programs, and so do the commands that they run: one cache
-# for all workers and commands. The first process makes it and removes it.
+# for all workers and commands. The first process makes it and removes it. Reading a
+# program takes less time than compiling it, unless it takes a few milliseconds.
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 _own_cache = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -92,7 +93,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.01)
 
 
 def pytest_collection_modifyitems(items):
