@@ -188,7 +188,7 @@ def alone(loss_fn, optimizer, params):
     [
         (NANODO, True),
         pytest.param(NANODO, False, marks=pytest.mark.slow),
-        (Attention(), False),
+        pytest.param(Attention(), False, marks=pytest.mark.slow),
         (Einsum(), False),
         (Scanned(), False),
     ],

@@ -500,13 +500,11 @@ QUICK = (
     "optax.flatten",
     "optax.inject_hyperparams",
     "optax.lbfgs",
-    "optax.lion",
     "optax.masked",
     "optax.monitor",
     "optax.noisy_sgd",
     "optax.partition",
     "optax.polyak_sgd",
-    "optax.scale_by_backtracking_linesearch",
     "optax.sgd",
     "optax.contrib.cocob",
     "optax.contrib.differentially_private_aggregate",
@@ -518,7 +516,6 @@ QUICK = (
     "optax.contrib.sam",
     "optax.contrib.schedule_free_sgd",
     "optax.contrib.sophia",
-    "optax.contrib.split_real_and_imaginary",
 )
 # One program of several optimizers compiles faster than several programs.
 BESIDE = sorted(CASES.keys() - set(QUICK))

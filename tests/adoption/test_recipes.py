@@ -55,6 +55,7 @@ def test_nanodos_loop_resumes_in_mid_flight(nanodo, tmp_path):
     assert outer["blocks_0/query/kernel"].sharding.spec[0] == "data"
 
 
+@pytest.mark.slow
 def test_nanodos_loop_by_data_parallel_is_the_loop_alone(nanodo):
     losses, _ = nanodo["main"](8, cc.methods.get("data_parallel"))
     model = nanodo["model"]

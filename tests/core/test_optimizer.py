@@ -157,7 +157,7 @@ def check_case(case, params, dtype, atol):
         assert_near(state.outer, expected.sync.outer.params, atol=atol)
 
 
-@pytest.mark.parametrize("case", ["cocodc", "eager"])
+@pytest.mark.parametrize("case", mostly_slow(["cocodc", "eager"], quick=["cocodc"]))
 def test_in_float64_the_transform_is_the_region_program_to_rounding(case):
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, tiny.make_params())
@@ -271,14 +271,19 @@ def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
 @pytest.mark.parametrize(
     ("how", "compress"),
     [
-        (in_vmap, None),
-        (on_a_mesh, "ef+int8"),
-        (in_shard_map, "ef+int8"),
-        (functools.partial(in_shard_map, is_one=True), None),
+        pytest.param(in_vmap, None, id="vmap"),
+        pytest.param(on_a_mesh, "ef+int8", id="spmd_axis_name"),
+        pytest.param(in_shard_map, "ef+int8", id="shard_map", marks=pytest.mark.slow),
+        pytest.param(
+            functools.partial(in_shard_map, is_one=True), None, id="one outer model"
+        ),
         # JAX cannot see that a gathered value is replicated.
-        (functools.partial(in_shard_map, is_one=True, check_vma=False), "ef+int8"),
+        pytest.param(
+            functools.partial(in_shard_map, is_one=True, check_vma=False),
+            "ef+int8",
+            id="one, gathered",
+        ),
     ],
-    ids=["vmap", "spmd_axis_name", "shard_map", "one outer model", "one, gathered"],
 )
 def test_every_placement_of_regions_gives_the_same_run(expected, how, compress):
     tx, (params, state) = expected(compress)
@@ -467,10 +472,12 @@ WRAPPED = {
     ),
     "with the loss as an extra argument": (synchronized(PLATEAU), PLATEAU),
 }
+# A rate that is a state is one anywhere, and labels freeze what masks leave out.
+WRAPPED_QUICK = WRAPPED.keys() - {"rate inside", "frozen inside"}
 
 
 @pytest.mark.filterwarnings("ignore:the optimizer leaves .* leaves as they are")
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", mostly_slow(WRAPPED, quick=WRAPPED_QUICK))
 def test_the_transform_works_inside_and_around_other_transforms(name):
     tx, optimizer = WRAPPED[name]
     carry = for_all((tiny.make_params(), tx.init(tiny.make_params())), 4)

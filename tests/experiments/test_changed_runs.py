@@ -93,6 +93,7 @@ def test_other_data_under_another_name_are_refused(finished, call, corpus, tmp_p
     assert not (finished / "changes.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_for_more_steps(call, refused, corpus, tmp_path):
     longer = tmp_path / "longer"
     whole = tmp_path / "whole"

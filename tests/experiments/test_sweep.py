@@ -678,6 +678,7 @@ def test_a_reference_must_be_one_cell_of_the_grid_or_of_its_rows():
         reference.check("method=streaming_diloco", "published", plain, [])
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
     """Finished rows are not run again; an unfinished one resumes."""
     (dataset, data_dir) = (flag.partition("=")[2] for flag in corpus)

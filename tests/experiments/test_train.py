@@ -175,7 +175,9 @@ def interrupt_at_first_record(path, monkeypatch, *numbers):
     monkeypatch.setattr(MetricsWriter, "write", write_and_stop)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT]
+)
 def test_a_signal_ends_with_a_checkpoint_to_go_on_from(
     call, corpus, unbroken, tmp_path, monkeypatch, heard, number
 ):
@@ -346,10 +348,11 @@ def test_a_flag_without_effect_on_the_inner_optimizer_is_refused(
             "(loss is|a parameter is not finite)",
             "[12]",
         ),
-        (
+        pytest.param(
             ["--outer_lr=1e9", "--checkpoint_every=4"],
             "(loss|pseudo_|correction_ratio|a parameter)",
             r"\d",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["--compensation_strength=1e38"],

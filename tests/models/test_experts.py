@@ -270,7 +270,6 @@ def on_one_device():
         itertools.product(["ragged", "blocks"], _SHARES),
         quick=[
             ("ragged", "data, model, expert"),
-            ("ragged", "data, model, sequence"),
             ("blocks", "expert, sequence"),
         ],
     ),

@@ -135,7 +135,6 @@ QUICK = (
     "one fragment, no delay, replaced",
     "diloco every step",
     "decoupled, nobody asked",
-    "loscar of every coordinate",
     "a ring of three is complete",
     "equal regions weigh the same",
 )

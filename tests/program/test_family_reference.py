@@ -370,13 +370,11 @@ QUICK = (
     "lt_admm, a ring, in a block",
     "demo",
     "lion, majority",
-    "dct_threshold",
     "delayed_nesterov, compressed",
     "heloco",
     "decoupled_diloco",
     "streaming, a phase",
     "loscar",
-    "async_sparta",
 )
 
 

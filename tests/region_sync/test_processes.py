@@ -40,7 +40,9 @@ def assert_equals_one_process(paths, in_one):
         np.testing.assert_allclose(outer_head, outer, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["stacked", "processes"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("stacked", marks=pytest.mark.slow), "processes"]
+)
 def test_two_processes_train_what_one_process_does(form, tmp_path, in_one):
     (address,) = free_addresses(1)
     paths = [tmp_path / f"{process}.npz" for process in range(2)]
