@@ -409,7 +409,7 @@ def test_a_row_of_another_size_is_in_no_mean():
 
     exchange._in_thread((0, 4), 0, lambda: (None, decision)).result()
 
-    assert exchange._landed.call_args.args[2] == {0: rows[0]}
+    assert exchange._landed.call_args.kwargs["rows"] == {0: rows[0]}
     assert exchange.in_mean == {(0, 4): (0,)}
 
 
