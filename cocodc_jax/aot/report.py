@@ -35,24 +35,25 @@ def summarise(about: Record, programs: list[Record]) -> Record:
       programs: a record of each, from `Job.run`.
 
     Returns:
-      For all programs:
+      Measures by name, of all programs:
 
-        fits: whether each fits in memory.
-        overlapped: whether every message between regions crosses while the inner steps
-          run; False if there are no messages.
-        temp_bytes, peak_bytes: of the program that needs most.
-        hbm_bytes: memory of a device.
+      - `fits`: whether each fits in memory.
+      - `overlapped`: whether every message between regions crosses while the inner
+        steps run; False if there are no messages.
+      - `temp_bytes`, `peak_bytes`: of the program that needs most.
+      - `hbm_bytes`: memory of a device.
 
-      If the inner steps were compiled, of one step:
+      If the inner steps were compiled, also of one step:
 
-        step_seconds, mfu: the least time, and the utilization at it.
-        step_seconds_with_syncs, mfu_with_syncs: the same with a step's share of syncs.
-        limit: the longest term of the least time.
-        recomputed_flops: operations of a device that remat computes again.
-        flops_ratio: operations over the model's own. Below 1 if a kernel leaves out
-          pairs of positions that the mask hides, which the model's count includes.
-        excess_ratio: operations over the model's own and those computed again.
-        inside_ratio: bytes inside a region over the least possible.
+      - `step_seconds`, `mfu`: the least time, and the utilization at it.
+      - `step_seconds_with_syncs`, `mfu_with_syncs`: the same with a step's share of
+        syncs.
+      - `limit`: the longest term of the least time.
+      - `recomputed_flops`: operations of a device that remat computes again.
+      - `flops_ratio`: operations over the model's own. Below 1 if a kernel leaves out
+        pairs of positions that the mask hides, which the model's count includes.
+      - `excess_ratio`: operations over the model's own and those computed again.
+      - `inside_ratio`: bytes inside a region over the least possible.
     """
     sending = [record for record in programs if record["sent_bytes"]]
     between = [row for record in sending for row in _rows(record, "between")]
