@@ -334,6 +334,10 @@ class Listener(SharedLink):
             return self._futures.setdefault(sync, Future())
 
 
+# The link of one of a region's processes.
+ProcessLink = Link | Speaker | Listener
+
+
 def of_process(
     place: Place,
     process: int,
@@ -341,7 +345,7 @@ def of_process(
     make_link: Callable[[], Link],
     gather: Callable[[Any], list[Any]],
     should_stop: Callable[[], bool] = lambda: False,
-) -> Link | Speaker | Listener:
+) -> ProcessLink:
     """Return the link of this process: a `Link`, a `Speaker` or a `Listener`.
 
     `make_link` is called in process 0 only. `gather` returns the argument that each

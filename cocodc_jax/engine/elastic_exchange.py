@@ -26,8 +26,7 @@ import numpy as np
 from cocodc_jax.core import sync as core
 from cocodc_jax.core.state import UNCOUNTED, VERDICT_OF_ALL, InFlight, PendingMean
 from cocodc_jax.core.sync import Extras
-from cocodc_jax.elastic.inside import Listener, Speaker
-from cocodc_jax.elastic.link import Link
+from cocodc_jax.elastic.inside import ProcessLink
 from cocodc_jax.elastic.messages import NO_EPOCH, Decision, SyncId
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.engine import transfer
@@ -40,9 +39,6 @@ from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.transforms.compressor import message_bytes
 
 _REMEMBERED = 256  # Syncs whose members are remembered until read.
-
-# The link of one process; which kind, `elastic.inside.of_process` decides.
-ProcessLink = Link | Speaker | Listener
 
 
 class ElasticExchange(OnOuterMesh):

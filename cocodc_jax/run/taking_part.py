@@ -70,7 +70,7 @@ class Attendance:
     def __init__(
         self,
         program: RegionProgram,
-        link: Link | inside.Speaker | inside.Listener,
+        link: inside.ProcessLink,
         folder: pathlib.Path,
         has_digests: bool,
         step: int,
@@ -293,7 +293,7 @@ def _make_link(
     carried: joining.Carried | None,
     fault_watch: FaultWatch,
     listen: Callable[[], Stop],
-) -> Link | inside.Speaker | inside.Listener:
+) -> inside.ProcessLink:
     """Return this process's link to the other regions."""
     place = session.place
     assert place is not None
@@ -323,7 +323,7 @@ def _make_link(
 
 
 def _catch_up(
-    link: Link | inside.Speaker | inside.Listener,
+    link: inside.ProcessLink,
     stream: TrainStream,
     own_step: int,
     carried: joining.Carried | None,

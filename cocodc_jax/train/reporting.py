@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.core.state import AppliedSync, PyTree, TrainState, landed
+from cocodc_jax.elastic.inside import ProcessLink
 from cocodc_jax.elastic.link import LeftBehindError
 from cocodc_jax.elastic.messages import Mark
 from cocodc_jax.engine.digests import Marker
-from cocodc_jax.engine.elastic_exchange import ProcessLink
 from cocodc_jax.engine.sync_program import SyncProgram
 from cocodc_jax.train import joining
 
