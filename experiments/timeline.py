@@ -12,6 +12,7 @@ compiled. Names processes whose steps became slow, by robust z-scores
 import pathlib
 from collections.abc import Sequence
 
+from cocodc_jax.network import trace
 from cocodc_jax.network.faults import watch_steps
 from cocodc_jax.run import timeline
 
@@ -44,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
         measured, since = timeline.measured(workdir, since)
 
     title = f"{workdir.name}, measured from step {since}"
-    timeline.write(workdir, measured, title)
+    trace.write_trace(measured, workdir / "trace.json")
+    trace.plot_timeline(measured, workdir / "timeline.png", title, clock="measured")
 
     summary = measured.summary()
     numbers = {name: summary[name] for name in PRINTED}

@@ -110,7 +110,7 @@ def plot_timeline(
     Only the time of the first `MAX_SYNCS` syncs is drawn. `clock` says whose seconds
     they are, "simulated" or "measured".
     """
-    with extra("report"):  # Here: every run imports this file, few plot at once.
+    with extra("report"):  # Here: a trace needs no plots.
         from matplotlib.figure import Figure
 
     rows = len(timeline.regions) + len(_fragments(timeline))

@@ -1,7 +1,6 @@
 """Timeline of a run: when it computed, waited and had fragments in flight.
 
-Every process writes a timeline.json; `read` merges them, and `write` makes a plot and a
-trace for ui.perfetto.dev.
+Every process writes a timeline.json, and `read` merges them.
 """
 
 import dataclasses
@@ -16,14 +15,11 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax.files import read_table, write_whole
-from cocodc_jax.network import trace
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.run.config.method_config import MethodConfig
 
 _LEAST_OVERLAP = 0.05  # of a stretch, to count as overlapping a sync
 FILE = "timeline.json"
-TRACE_FILE = "trace.json"
-PLOT_FILE = "timeline.png"
 
 
 def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
@@ -226,12 +222,6 @@ def goodput(folder: pathlib.Path, steps: int, seconds: float) -> float | None:
     except ValueError:  # Too short.
         return None
     return float(min(steps * step_s / seconds, 1.0)) if seconds > 0 else None
-
-
-def write(workdir: pathlib.Path, timeline: Timeline, title: str) -> None:
-    """Write the trace and the plot."""
-    trace.write_trace(timeline, workdir / TRACE_FILE)
-    trace.plot_timeline(timeline, workdir / PLOT_FILE, title, clock="measured")
 
 
 def first_warm_step(workdir: pathlib.Path) -> int:

@@ -48,7 +48,9 @@ def test_slow_steps_have_the_step_numbers_of_the_run(recorded_run, call, monkeyp
 
     titles = []
     monkeypatch.setattr(
-        timeline.timeline, "write", lambda folder, run, title: titles.append(title)
+        timeline.trace,
+        "plot_timeline",
+        lambda run, path, title, clock: titles.append(title),
     )
 
     printed = []
