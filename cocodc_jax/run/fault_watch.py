@@ -4,6 +4,7 @@ import contextlib
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -93,15 +94,7 @@ class FaultWatch:
 
     def note_left(self, region: int, reason: str) -> None:
         """Append why this region takes part no more, or until it returns."""
-        line = {
-            "fault": "left",
-            "kind": "left",
-            "where": (region,),
-            "reason": reason,
-            "time": time.time(),
-        }
-        with contextlib.suppress(OSError):  # The region returns all the same.
-            append_line(self._path, line)
+        self._append(fault="left", kind="left", where=(region,), reason=reason)
 
     def _report_changes(self, before: dict, now: dict) -> None:
         for key in sorted(now.keys() - before.keys()):
@@ -114,19 +107,20 @@ class FaultWatch:
         text = finding.explain(unit=units.get(finding.kind, "s a message"))
 
         fragment, start_step = self._last
-        line = {
-            "fault": change,
-            "kind": finding.kind,
-            "where": finding.where,
-            "fragment": fragment,
-            "start_step": start_step,
-            "seconds": finite_or_none(finding.seconds),
-            "usual": finding.usual,
-            "score": finite_or_none(finding.score),
-            "time": time.time(),
-        }
-
-        with contextlib.suppress(OSError):  # The link's thread goes on.
-            append_line(self._path, line)
+        self._append(
+            fault=change,
+            kind=finding.kind,
+            where=finding.where,
+            fragment=fragment,
+            start_step=start_step,
+            seconds=finite_or_none(finding.seconds),
+            usual=finding.usual,
+            score=finite_or_none(finding.score),
+        )
         say(f"fault {change} at the sync of step {start_step}: {text}")
         self._observe(change == "begins", finding, text)
+
+    def _append(self, **line: Any) -> None:
+        """Append a line to the file, with the time; training goes on if it cannot."""
+        with contextlib.suppress(OSError):
+            append_line(self._path, line | {"time": time.time()})

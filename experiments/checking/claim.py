@@ -181,7 +181,7 @@ def _claim(name: str, table: Mapping[str, Any]) -> Claim:
                 f"commands has {shlex.join(words)!r}; a command begins with one of "
                 f"{[*WRITTEN]}, which write results"
             )
-    if commands and not any("results" in part.arguments for part in parts[:1]):
+    if commands and not (parts and "results" in parts[0].arguments):
         raise ValueError("commands write results, but part 1 has no results")
 
     plain = {key: table[key] for key in table if key not in ("parts", "commands")}

@@ -6,7 +6,7 @@ Intervals are Student's at 95 % over the seeds that both methods have, pairwise.
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cocodc_jax.files import read_table
@@ -69,6 +69,12 @@ class Results:
                 f"{column or 'tuned'}; give flags of one"
             )
         return fitting[0]
+
+    def columns(
+        self, name: str, cells: Sequence[str], column: str | None
+    ) -> list[Column]:
+        """Return a column of each of some cells, see `column`."""
+        return [self.column(name, words, column) for words in cells]
 
 
 def _columns(cells: Any, column: str | None) -> list[Column]:
@@ -250,10 +256,9 @@ def _smaller_gap(
     The gap is the last loss of the method over that of the baseline, less 1, in
     percent.
     """
-    here = [files.column(results, words, column) for words in (method, baseline)]
-    elsewhere = [
-        files.column(other_results, words, column) for words in (method, baseline)
-    ]
+    both = (method, baseline)
+    here = files.columns(results, both, column)
+    elsewhere = files.columns(other_results, both, column)
 
     def gap(columns: list[Column], seed: int) -> float:
         ours, theirs = (_loss_of(one, seed) for one in columns)
@@ -273,10 +278,9 @@ def _smaller_rise(
     column: str | None = None,
 ) -> Interval:
     """Return how much less a method loses by larger batches than the baseline."""
-    small = [files.column(results, words, column) for words in (method, baseline)]
-    large = [
-        files.column(larger_results, words, column) for words in (method, baseline)
-    ]
+    both = (method, baseline)
+    small = files.columns(results, both, column)
+    large = files.columns(larger_results, both, column)
     seeds = _common_seeds(*small, *large)
     rises = [
         [_loss_of(after, seed) - _loss_of(before, seed) for seed in seeds]
