@@ -15,13 +15,15 @@ from tests.numerics import assert_all_close
 STEPS = 3
 BATCH = 4
 LENGTH = 8
-CONFIG = PRESETS["smoke"].replace(
+REGIONS = PRESETS["smoke"].replace(
     method="diloco",
     sync_interval=STEPS,
     steps=100,
     warmup_steps=1,
     eval_batches=2,
     regions=2,
+)
+CONFIG = REGIONS.replace(
     stages=2,
     microbatches=2,
     scan_layers=True,
@@ -67,16 +69,7 @@ def test_a_codec_reaches_the_loss():
 
 # --- Devices that share the positions of sequences ---
 
-SHARED = PRESETS["smoke"].replace(
-    method="diloco",
-    sync_interval=STEPS,
-    steps=100,
-    warmup_steps=1,
-    eval_batches=2,
-    regions=2,
-    num_layers=1,
-    sequence_length=LENGTH,
-)
+SHARED = REGIONS.replace(num_layers=1, sequence_length=LENGTH)
 
 
 def make(config):

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import cocodc_jax as cc
-from cocodc_jax.fields import COUNT_OR_WORD
+from cocodc_jax.fields import COUNT_OR_WORD, leaves_of
 from cocodc_jax.run.config.method_config import ARGUMENTS, MethodConfig
 from cocodc_jax.run.config.optimizer_config import (
     OPTIMIZERS,
@@ -71,6 +71,17 @@ def test_every_field_is_a_leaf_with_help_but_the_derived_ones():
     assert LEAVES["outer_lr"].type is float
     assert LEAVES["qk_norm"].type is bool
     assert LEAVES["dataset"].type is str
+
+
+def test_a_field_without_help_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Pace:
+        """How fast a run goes."""
+
+        rest_s: float = 0.0
+
+    with pytest.raises(ValueError, match="rest_s of Pace has no help: write an entry"):
+        leaves_of("pace", Pace)
 
 
 def test_replace_finds_the_section_and_seeds_the_data_too():

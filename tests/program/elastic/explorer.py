@@ -41,8 +41,9 @@ import time
 
 from cocodc_jax.elastic import lives
 from cocodc_jax.elastic import messages as m
-from cocodc_jax.elastic.place import Place, Timing
+from cocodc_jax.elastic.place import Timing
 from cocodc_jax.elastic.protocol import Member
+from tests.program.elastic.meeting import places
 
 TIMING = Timing(beat_s=1, dead_after_s=4, grace_s=6, start_s=3)
 OF_A_MESSAGE = ("lost", "late", "twice")
@@ -113,15 +114,7 @@ class World:
         self.num = num
         self.round = 0
         self.boots = 0
-        self.place = Place(
-            region=0,
-            addresses=(),
-            key=b"k" * 32,
-            timing=TIMING,
-            min_regions=min_regions,
-            via="/",
-            regions=num,
-        )
+        self.place, *_ = places(num, via="/", timing=TIMING, min_regions=min_regions)
         self.lives: list[Life] = []
         self.late: list = []
         self.cuts: list = []  # (kind, region, until round).
@@ -469,10 +462,10 @@ def rounds_from(state, left, num_faults, explored):
                 break
 
             which = itertools.combinations(range(num), count) if count else [()]
-            for places in which:
+            for numbers in which:
                 for kinds in itertools.product(OF_A_MESSAGE, repeat=count):
                     world = pickle.loads(base)
-                    faults = dict(zip(places, kinds, strict=True))
+                    faults = dict(zip(numbers, kinds, strict=True))
                     events = [(number, *x) for x in (*struck, *faults.items())]
                     try:
                         sent = play(world, faults)

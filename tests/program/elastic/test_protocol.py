@@ -12,9 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.elastic import messages
-from cocodc_jax.elastic.place import Place, Timing
+from cocodc_jax.elastic.place import Timing
 from cocodc_jax.elastic.protocol import Member
 from cocodc_jax.elastic.records import Hearing
+from tests.program.elastic.meeting import places
 
 TIMING = Timing(beat_s=1, dead_after_s=5, grace_s=30, start_s=20)
 # A seed of `parted` with which a region that leaves at once loses a decision.
@@ -28,15 +29,7 @@ class World:
         self.random = random.Random(seed)
         self.num = num
         self.now = 0.0
-        self.place = Place(
-            region=0,
-            addresses=(),
-            key=b"k" * 32,
-            timing=timing,
-            min_regions=min_regions,
-            via="/",
-            regions=num,
-        )
+        self.place, *_ = places(num, via="/", timing=timing, min_regions=min_regions)
         self.boots = 0
 
         self.members = {}
